@@ -1,0 +1,68 @@
+# better-compute: `make help` lists what there is. Needs Python 3.11+, make and git; everything else comes from the hash locks.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Certificates of the system, so that an inspecting proxy's own authority is believed where the operator installed it.
+export UV_SYSTEM_CERTS ?= 1
+UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
+# Test processes: one per core.
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: help setup demo test test-long check format proto bench docs lock clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.uv: requirements-setup.lock
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is %d.%d: make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-setup.lock
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.uv requirements.lock pyproject.toml
+	$(UV) pip install --quiet --require-hashes -r requirements.lock
+	$(UV) pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
+	$(UV) pip install --quiet --require-hashes -r requirements-dev.lock
+	@touch $@
+
+setup: $(VENV)/.dev  ## the environment for development, from the hash locks
+
+demo: $(VENV)/.runtime  ## control plane and three real nodes on this host; ONCE=1 ends after the first full round
+	$(BIN)/better-compute dev --nodes 3 --demo $(if $(ONCE),--once)
+
+test: $(VENV)/.dev  ## all tests but the exhaustive ones, in under 8 minutes on 2 cores
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+test-long: $(VENV)/.dev  ## the exhaustive runs
+	$(BIN)/python -m pytest -n $(JOBS) -m long --timeout 3600
+
+check: $(VENV)/.dev  ## lint, types, import contracts, protocol lint and breaking changes
+	$(BIN)/python -m pytest -q -p no:cacheprovider -n 0 tests/tidy
+
+format: $(VENV)/.dev  ## format the code
+	$(BIN)/ruff check --fix-only --quiet
+	$(BIN)/ruff format --quiet
+
+proto: $(VENV)/.dev  ## generate the code of proto/ anew
+	$(BIN)/python -m proto.generate
+
+bench: $(VENV)/.dev  ## the figures of docs/performance.md, as JSON lines
+	@for file in bench/[a-z]*.py; do $(BIN)/python $$file; done
+
+docs: $(VENV)/.dev  ## the generated pages of docs/
+	$(BIN)/python -m docs.generate
+
+lock:  ## compile the hash locks anew from the ranges in pyproject.toml
+	@compile="$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11"; \
+	$$compile requirements-setup.in -o requirements-setup.lock; \
+	$$compile pyproject.toml --group build -o requirements.lock; \
+	$$compile pyproject.toml --group dev -o requirements-dev.lock 
+
+clean:  ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""The two commands: `better-compute` and `bcd`."""

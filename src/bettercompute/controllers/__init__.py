@@ -1,0 +1,1 @@
+"""Level-triggered reconcilers of the worker role."""

@@ -1,0 +1,1 @@
+"""bcd, the node daemon."""

@@ -1,0 +1,1 @@
+"""Commands, lanes, desired state, events, inventory: what is delivered and when. Pure."""

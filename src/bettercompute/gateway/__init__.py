@@ -1,0 +1,1 @@
+"""The gateway: the shell that owns the nodes' streams."""

@@ -1,0 +1,1 @@
+"""Identities, certificates, signatures, sealed tokens, trust. Pure, but for `keyfiles`."""

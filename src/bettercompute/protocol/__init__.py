@@ -1,0 +1,1 @@
+"""The protocol: frames, kinds, signing inputs, statuses, versions. Pure."""

@@ -1,0 +1,1 @@
+"""What a gateway may ask of the control plane: joining, trust, secrets."""

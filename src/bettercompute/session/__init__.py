@@ -1,0 +1,1 @@
+"""The session rules, both ends of a rule in one file. Pure."""

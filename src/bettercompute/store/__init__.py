@@ -1,0 +1,1 @@
+"""PostgreSQL, the truth. The only SQL."""

@@ -1,0 +1,1 @@
+"""What tests, demos and simulations of others need; ships with the package."""
