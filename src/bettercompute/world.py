@@ -1,6 +1,6 @@
-"""The world as interfaces: clocks, dice and ids. Everything that cannot be replayed from a seed comes through here.
+"""The world as interfaces: clocks, dice and ids. What cannot be replayed from a seed comes through here.
 
-`system.py` is the one implementation that touches the machine; tests and the simulator bring their own. Pure packages take
+`system.py` is the one implementation that touches the machine; tests and the simulator bring their own. Pure code takes
 plain values (`now_ms`, a drawn number) and never a `World`; shells hold one and hand the values in.
 """
 
