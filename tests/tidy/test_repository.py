@@ -1,4 +1,4 @@
-"""Habits that no linter knows: docstrings first, modules of a readable size, no machine's paths, no vague module names."""
+"""Habits that no linter knows: docstrings first, readable modules, no paths of a machine, no vague names."""
 
 import ast
 import re
