@@ -16,7 +16,7 @@ class LowDice:
     """Always the shortest wait."""
 
     def uniform(self, low: float, high: float) -> float:
-        return 0.0
+        return min(0.0, low, high)
 
     def reseed(self) -> None:
         return
@@ -30,7 +30,7 @@ class Scripted:
     name: str = "scripted"
     interval_ms: int = 60_000
     outcomes: list[bool | BaseException] = field(default_factory=list)
-    on_run: Callable[[int], None] = lambda run: None
+    on_run: Callable[[int], object] = lambda _: None
     runs: int = 0
 
     async def reconcile(self) -> bool:
@@ -95,7 +95,11 @@ async def test_the_backoff_is_bounded():
 
 async def test_several_controllers_start_and_stop_together():
     ran = {"one": asyncio.Event(), "two": asyncio.Event()}
-    controllers = Controllers([Scripted(name=n, on_run=lambda _, e=e: e.set()) for n, e in ran.items()], world=WORLD)
+
+    def noting(event: asyncio.Event) -> Callable[[int], object]:
+        return lambda _: event.set()
+
+    controllers = Controllers([Scripted(name=n, on_run=noting(event)) for n, event in ran.items()], world=WORLD)
     controllers.start()
     await asyncio.wait_for(asyncio.gather(*(event.wait() for event in ran.values())), 5)
     controllers.poke("nobody")
