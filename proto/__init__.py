@@ -1,0 +1,1 @@
+"""The sources of the protocol, and the program that generates code from them."""
