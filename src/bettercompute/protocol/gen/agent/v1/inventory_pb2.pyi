@@ -37,6 +37,7 @@ class NodeInventory(_message.Message):
     PCI_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def system(self) -> Global___SystemInventory:
         """The machine as a whole."""
@@ -69,6 +70,10 @@ class NodeInventory(_message.Message):
     def software(self) -> Global___SoftwareInventory:
         """Operating system and the programs that matter to the daemon."""
 
+    @_builtins.property
+    def facts(self) -> Global___FactsInventory:
+        """Facts of the operator's own."""
+
     def __init__(
         self,
         *,
@@ -80,10 +85,11 @@ class NodeInventory(_message.Message):
         pci: Global___PciInventory | None = ...,
         gpus: Global___GpusInventory | None = ...,
         software: Global___SoftwareInventory | None = ...,
+        facts: Global___FactsInventory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "disks", b"disks", "gpus", b"gpus", "memory", b"memory", "network", b"network", "pci", b"pci", "software", b"software", "system", b"system"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "disks", b"disks", "facts", b"facts", "gpus", b"gpus", "memory", b"memory", "network", b"network", "pci", b"pci", "software", b"software", "system", b"system"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "disks", b"disks", "gpus", b"gpus", "memory", b"memory", "network", b"network", "pci", b"pci", "software", b"software", "system", b"system"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu", b"cpu", "disks", b"disks", "facts", b"facts", "gpus", b"gpus", "memory", b"memory", "network", b"network", "pci", b"pci", "software", b"software", "system", b"system"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -91,16 +97,16 @@ Global___NodeInventory: _TypeAlias = NodeInventory  # noqa: Y015
 
 @_typing.final
 class Unreadable(_message.Message):
-    """Something that exists but could not be read; the rest of the section holds."""
+    """Something that is absent from a section because it could not be read; the rest of the section holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WHAT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     what: _builtins.str
-    """The file, device or interface, for example `/sys/class/dmi/id/product_serial`."""
+    """The file, device or source, for example `/sys/class/dmi/id/product_serial` or `nvml`."""
     reason: _builtins.str
-    """A short sentence, for example `permission denied`."""
+    """A short stable code, and a detail after a colon where there is one, for example `permission-denied`."""
     def __init__(
         self,
         *,
@@ -459,7 +465,7 @@ class MemoryInventory(_message.Message):
 
     @_builtins.property
     def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryModule]:
-        """Memory modules (DMI), by locator."""
+        """Memory modules (DMI), by locator, empty slots too."""
 
     @_builtins.property
     def ecc_controllers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -620,7 +626,7 @@ class DisksInventory(_message.Message):
 
     @_builtins.property
     def mounts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Mount]:
-        """Mounted file systems on local devices, by mount point."""
+        """Mounted file systems on local devices, one for each device, by mount point."""
 
     @_builtins.property
     def unreadable(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unreadable]:
@@ -823,7 +829,7 @@ class NetworkInventory(_message.Message):
     UNREADABLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def interfaces(self) -> _containers.RepeatedCompositeFieldContainer[Global___NetworkInterface]:
-        """Interfaces but the loopback, by name."""
+        """Interfaces but the loopback and what is made for guests (veth and tap without an address), by name."""
 
     @_builtins.property
     def default_routes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DefaultRoute]:
@@ -907,7 +913,7 @@ class NetworkInterface(_message.Message):
     """Virtual functions that it can have."""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Addresses with prefix length, sorted; without link-local ones."""
+        """Addresses with prefix length, sorted; without link-local and temporary ones."""
 
     def __init__(
         self,
@@ -1051,7 +1057,7 @@ class PciFunction(_message.Message):
     iommu_group: _builtins.int
     """IOMMU group; absent: none."""
     link_speed: _builtins.str
-    """Present link speed as the kernel prints it; empty: not told."""
+    """Present link speed as the kernel prints it; bcd leaves it empty, because power management changes it with the load."""
     link_speed_max: _builtins.str
     """Highest link speed as the kernel prints it; empty: not told."""
     link_width: _builtins.int
@@ -1286,7 +1292,7 @@ class SoftwareInventory(_message.Message):
     kernel_version: _builtins.str
     """Kernel version, as it prints itself."""
     kernel_command_line: _builtins.str
-    """The kernel's command line. May be unreadable."""
+    """The kernel's command line, without the values of parameters that look like secrets. May be unreadable."""
     libc_version: _builtins.str
     """Version of the C library."""
     init: _builtins.str
@@ -1305,7 +1311,7 @@ class SoftwareInventory(_message.Message):
 
     @_builtins.property
     def kernel_modules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of loaded kernel modules, sorted."""
+        """Loaded or built-in kernel modules that the daemon's features look for, sorted."""
 
     @_builtins.property
     def unreadable(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unreadable]:
@@ -1369,3 +1375,63 @@ class Program(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Program: _TypeAlias = Program  # noqa: Y015
+
+@_typing.final
+class FactsInventory(_message.Message):
+    """Facts that the operator's own files and programs state, see `[inventory] facts_dir` of bcd's configuration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FACTS_FIELD_NUMBER: _builtins.int
+    UNREADABLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def facts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fact]:
+        """The facts, by name."""
+
+    @_builtins.property
+    def unreadable(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unreadable]:
+        """Files that were refused or failed, and why."""
+
+    def __init__(
+        self,
+        *,
+        facts: _abc.Iterable[Global___Fact] | None = ...,
+        unreadable: _abc.Iterable[Global___Unreadable] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "unreadable", b"unreadable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FactsInventory: _TypeAlias = FactsInventory  # noqa: Y015
+
+@_typing.final
+class Fact(_message.Message):
+    """One fact of the operator's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """For example `rack.position`."""
+    value: _builtins.str
+    """Its value as text; what was not a text in a JSON file is JSON."""
+    source: _builtins.str
+    """The name of the file that states it."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.str = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "source", b"source", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fact: _TypeAlias = Fact  # noqa: Y015
