@@ -1,0 +1,388 @@
+"""Decide how the product talks to PostgreSQL: pools, transactions, dedicated connections, and what an error means.
+
+The only importer of asyncpg. What may pass by itself becomes `Unavailable`; a conflict with another transaction is run
+again only where the caller says by `retrying` that its work may be repeated; anything else is a `StatementFailed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
+
+import asyncpg
+
+from bettercompute.errors import Bug, Refused, Unavailable
+from bettercompute.store.statements import Statement, statements
+from bettercompute.world import Dice
+
+FAILED_PRECONDITION = 9
+SERVER_VERSION_MIN = 15
+CONNECT_TIMEOUT_MS = 10_000
+ACQUIRE_TIMEOUT_MS = 5_000
+# The client gives up this much later than the server would, so that the server's reason is the one we see.
+CLIENT_GRACE_MS = 2_000
+POOL_SIZE = 10
+IDLE_CONNECTION_MS = 300_000
+# Enough for every named statement on each connection.
+PREPARED_STATEMENTS_MAX = 512
+# A conflict is with one other transaction; five in a row mean that something else is wrong.
+RETRY_ATTEMPTS = 5
+RETRY_DELAY_MS = 20
+
+T = TypeVar("T")
+Listener = Callable[[str], None]
+
+
+class Row(Protocol):
+    """One row of a result: values by column name."""
+
+    def __getitem__(self, column: str, /) -> Any: ...
+
+    def keys(self) -> Iterator[str]:
+        """Return the column names."""
+        ...
+
+
+class Conflict(Unavailable):
+    """Another transaction got in the way (SQLSTATE 40001, 40P01): the whole transaction may be run again."""
+
+
+class StatementFailed(Bug):
+    """PostgreSQL refused a statement for what it says: a broken constraint, a value it cannot take, wrong SQL."""
+
+    def __init__(self, message: str, *, sqlstate: str, constraint: str | None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+        self.constraint = constraint
+
+
+# Conditions that end by themselves. Class 08: connection; 53: resources; 57: operator, shutdown, cancelled by timeout.
+_PASSING_CLASSES = ("08", "53", "57")
+_PASSING_STATES = frozenset({"25006", "25P03", "55P03", "25P04"})  # read-only, idle, lock timeout, transaction timeout
+_CONFLICTS = frozenset({"40001", "40P01"})
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Turn asyncpg's errors into ours."""
+    try:
+        yield
+    except asyncpg.PostgresError as error:
+        raise _translate(error) from error
+    except asyncpg.TargetServerAttributeNotMatched as error:
+        raise Unavailable("the database is a standby: it takes no writes", reason="database") from error
+    except asyncpg.InterfaceError as error:
+        if isinstance(error, (asyncpg.DataError, ValueError)):
+            raise StatementFailed(f"PostgreSQL: {error}", sqlstate="22000", constraint=None) from error
+        raise Unavailable(f"the database connection is lost: {error}", reason="database") from error
+    except (OSError, TimeoutError, asyncpg.InternalClientError) as error:
+        text = str(error) or type(error).__name__
+        raise Unavailable(f"the database cannot be reached: {text}", reason="database") from error
+
+
+def _translate(error: asyncpg.PostgresError) -> Unavailable | StatementFailed:
+    sqlstate = error.sqlstate or ""
+    if sqlstate in _CONFLICTS:
+        return Conflict(f"the database asks to run this again: {error}", reason="database")
+    if sqlstate.startswith(_PASSING_CLASSES) or sqlstate in _PASSING_STATES:
+        return Unavailable(f"the database cannot serve this now: {error}", reason="database")
+    constraint = getattr(error, "constraint_name", None)
+    return StatementFailed(f"PostgreSQL {sqlstate}: {error}", sqlstate=sqlstate, constraint=constraint)
+
+
+class Queries:
+    """Named statements on whatever connection the subclass brings."""
+
+    async def _run(self, sql: str, arguments: Sequence[Any]) -> list[Row]:
+        raise NotImplementedError
+
+    async def fetch(self, name: str, /, **arguments: Any) -> list[Row]:
+        """Run the named statement and return its rows. Raises Bug when the arguments are not exactly its own."""
+        statement = _statement(name)
+        return await self._run(statement.sql, statement.bind(arguments))
+
+    async def fetch_one(self, name: str, /, **arguments: Any) -> Row | None:
+        """Run the named statement and return its only row, or None. Raises Bug for more than one."""
+        rows = await self.fetch(name, **arguments)
+        if len(rows) > 1:
+            raise Bug(f"statement {name} returned {len(rows)} rows where one was expected")
+        return rows[0] if rows else None
+
+    async def execute(self, name: str, /, **arguments: Any) -> None:
+        """Run the named statement for its effect."""
+        await self.fetch(name, **arguments)
+
+    async def query(self, sql: str, *arguments: Any) -> list[Row]:
+        """Run SQL that has no name: for migrations, doctor and tests; the product's own has names."""
+        return await self._run(sql, arguments)
+
+
+class Transaction(Queries):
+    """An open transaction. Nothing but its connection is awaited inside one."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+
+    async def _run(self, sql: str, arguments: Sequence[Any]) -> list[Row]:
+        with _translated():
+            return cast("list[Row]", await self._connection.fetch(sql, *arguments))
+
+    async def script(self, sql: str) -> None:
+        """Run several statements without arguments: migrations."""
+        with _translated():
+            await self._connection.execute(sql)
+
+
+# The stubs make these generic; at run time they are not.
+_Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record] | asyncpg.pool.PoolConnectionProxy[asyncpg.Record]"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server enforces on a role's connections; None leaves the server's own setting."""
+
+    statement_timeout_ms: int | None = None
+    idle_in_transaction_timeout_ms: int | None = None
+
+
+# A gateway's transactions are bounded by the server, so that a hung gateway holds no lock for long.
+GATEWAY_LIMITS = Limits(statement_timeout_ms=5_000, idle_in_transaction_timeout_ms=5_000)
+# The lease must renew or fail well inside its 15 s.
+LEASE_LIMITS = Limits(statement_timeout_ms=3_000, idle_in_transaction_timeout_ms=3_000)
+NO_LIMITS = Limits()
+
+
+class Database(Queries):
+    """A pool of connections to one primary."""
+
+    def __init__(self, pool: asyncpg.Pool[asyncpg.Record], *, dsn: str, dice: Dice) -> None:
+        self._pool = pool
+        self._dice = dice
+        self.dsn = dsn
+
+    @classmethod
+    async def open(
+        cls,
+        dsn: str,
+        *,
+        dice: Dice,
+        application_name: str,
+        pool_size: int = POOL_SIZE,
+        pool_size_min: int = 1,
+        limits: Limits = NO_LIMITS,
+    ) -> Database:
+        """Connect. Raises Unavailable when the server cannot be reached or is a standby, Refused when it is too old."""
+        with _translated():
+            pool = await asyncpg.create_pool(
+                dsn,
+                min_size=min(pool_size_min, pool_size),
+                max_size=pool_size,
+                max_inactive_connection_lifetime=IDLE_CONNECTION_MS / 1000,
+                init=_check_version,
+                reset=_keep_as_is,
+                **_connect_options(application_name=application_name, limits=limits),
+            )
+        return cls(pool, dsn=dsn, dice=dice)
+
+    async def close(self) -> None:
+        """Close the pool; whoever still holds a connection loses it after a moment."""
+        try:
+            await asyncio.wait_for(self._pool.close(), CLIENT_GRACE_MS / 1000)
+        except (TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+            self._pool.terminate()
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        """Open a READ COMMITTED transaction: committed at the end of the block, rolled back by any exception."""
+        async with self._acquired() as connection:
+            with _translated():
+                opened = connection.transaction()
+                await opened.start()
+            try:
+                yield Transaction(connection)
+            except BaseException:
+                with contextlib.suppress(asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+                    await opened.rollback()
+                raise
+            with _translated():
+                await opened.commit()
+
+    async def retrying(self, work: Callable[[Transaction], Awaitable[T]], *, attempts: int = RETRY_ATTEMPTS) -> T:
+        """Run `work` in a transaction, anew from its beginning after a conflict: only for work that may be repeated."""
+        for attempt in range(1, attempts + 1):
+            try:
+                async with self.transaction() as transaction:
+                    return await work(transaction)
+            except Conflict:
+                if attempt == attempts:
+                    raise
+                await asyncio.sleep(self._dice.uniform(0, RETRY_DELAY_MS * 2**attempt) / 1000)
+        raise Bug(f"retrying with {attempts} attempts")
+
+    @contextlib.asynccontextmanager
+    async def _acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy[asyncpg.Record]]:
+        with _translated():
+            connection = await self._pool.acquire(timeout=ACQUIRE_TIMEOUT_MS / 1000)
+        try:
+            yield connection
+        finally:
+            with _translated():
+                await self._pool.release(connection)
+
+    async def _run(self, sql: str, arguments: Sequence[Any]) -> list[Row]:
+        async with self._acquired() as connection:
+            with _translated():
+                return cast("list[Row]", await connection.fetch(sql, *arguments))
+
+
+class DedicatedConnection(Queries):
+    """One connection of one's own, straight to the server: LISTEN, the lease, migrations."""
+
+    def __init__(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
+        self._connection = connection
+        self.lost = asyncio.Event()
+        connection.add_termination_listener(lambda _: self.lost.set())
+
+    @classmethod
+    async def open(cls, dsn: str, *, application_name: str, limits: Limits = NO_LIMITS) -> DedicatedConnection:
+        """Connect. Raises like `Database.open`."""
+        with _translated():
+            options = _connect_options(application_name=application_name, limits=limits)
+            connection = await asyncpg.connect(dsn, **options)
+            await _check_version(connection)
+        return cls(connection)
+
+    async def listen(self, channel: str, listener: Listener) -> None:
+        """Call `listener` with the payload of each notification, on the event loop, until the connection is lost."""
+        with _translated():
+            await self._connection.add_listener(channel, lambda _c, _p, _n, payload: listener(str(payload)))
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        """Open a transaction on this connection."""
+        with _translated():
+            opened = self._connection.transaction()
+            await opened.start()
+        try:
+            yield Transaction(self._connection)
+        except BaseException:
+            with contextlib.suppress(asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+                await opened.rollback()
+            raise
+        with _translated():
+            await opened.commit()
+
+    async def script(self, sql: str) -> None:
+        """Run statements without arguments; several of them run in one implicit transaction."""
+        with _translated():
+            await self._connection.execute(sql)
+
+    async def close(self) -> None:
+        """Close the connection, at once if the server does not answer."""
+        try:
+            await self._connection.close(timeout=CLIENT_GRACE_MS / 1000)
+        except (TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+            self._connection.terminate()
+
+    async def _run(self, sql: str, arguments: Sequence[Any]) -> list[Row]:
+        with _translated():
+            return cast("list[Row]", await self._connection.fetch(sql, *arguments))
+
+
+class ThreadConnection:
+    """A dedicated connection for a thread without an event loop: calls block. Used by one thread only."""
+
+    def __init__(self, dsn: str, *, application_name: str, limits: Limits = NO_LIMITS) -> None:
+        # Plain asyncio, whatever loop the rest of the process runs on.
+        self._loop = asyncio.SelectorEventLoop()
+        try:
+            self._connection = self._loop.run_until_complete(
+                DedicatedConnection.open(dsn, application_name=application_name, limits=limits)
+            )
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def fetch_one(self, name: str, /, **arguments: Any) -> Row | None:
+        """Run the named statement, which has one row at most."""
+        return self._loop.run_until_complete(self._connection.fetch_one(name, **arguments))
+
+    def script(self, sql: str) -> None:
+        """Run statements without arguments."""
+        self._loop.run_until_complete(self._connection.script(sql))
+
+    def query(self, sql: str, *arguments: Any) -> list[Row]:
+        """Run SQL that has no name."""
+        return self._loop.run_until_complete(self._connection.query(sql, *arguments))
+
+    def run(self, work: Callable[[DedicatedConnection], Awaitable[T]]) -> T:
+        """Run a coroutine on this connection's loop to its end."""
+
+        async def bound() -> T:
+            return await work(self._connection)
+
+        return self._loop.run_until_complete(bound())
+
+    def close(self) -> None:
+        """Close the connection and its loop."""
+        self._loop.run_until_complete(self._connection.close())
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _statement(name: str) -> Statement:
+    try:
+        return statements()[name]
+    except KeyError:
+        raise Bug(f"there is no statement {name} in store/queries") from None
+
+
+def _connect_options(*, application_name: str, limits: Limits) -> dict[str, Any]:
+    server_settings = {"application_name": application_name, "timezone": "UTC"}
+    command_timeout = None
+    if limits.statement_timeout_ms is not None:
+        server_settings["statement_timeout"] = str(limits.statement_timeout_ms)
+        command_timeout = (limits.statement_timeout_ms + CLIENT_GRACE_MS) / 1000
+    if limits.idle_in_transaction_timeout_ms is not None:
+        server_settings["idle_in_transaction_session_timeout"] = str(limits.idle_in_transaction_timeout_ms)
+    return {
+        "timeout": CONNECT_TIMEOUT_MS / 1000,
+        "command_timeout": command_timeout,
+        "statement_cache_size": PREPARED_STATEMENTS_MAX,
+        # A prepared statement lives as long as its connection: preparing is a round trip.
+        "max_cached_statement_lifetime": 0,
+        "server_settings": server_settings,
+        "target_session_attrs": "primary",
+    }
+
+
+async def _check_version(connection: _Connection) -> None:
+    version = connection.get_server_version()
+    if version.major < SERVER_VERSION_MIN:
+        raise Refused(
+            f"the database is PostgreSQL {version.major}, at least {SERVER_VERSION_MIN} is needed: upgrade the server",
+            status=FAILED_PRECONDITION,
+            reason="database-version",
+        )
+
+
+async def _keep_as_is(_connection: _Connection) -> None:
+    """Spare the RESET ALL round trip at each release: nothing here changes a pooled connection's settings."""
+
+
+def to_arguments(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Check that the columns of an array statement have one length. Raises Bug otherwise."""
+    if len({len(values) for values in columns.values()}) > 1:
+        raise Bug(f"array arguments of different lengths: { {name: len(values) for name, values in columns.items()} }")
+    return dict(columns)

