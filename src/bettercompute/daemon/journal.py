@@ -1,0 +1,417 @@
+"""The journal's database: tables, bounds, checks at open, one transaction per group of writes (decisions 5 and 15).
+
+The only module that knows SQLite; synchronous, and owned by one thread (`group_commit.Journal`). When `apply` has
+returned, the writes survive a power cut. At open the CRC of every row, the counts and the commit number of the meta row
+and the seal beside the file are checked. Anything amiss, and the journal is set aside and a new one begins under a new
+id, because an older state that looks sound would run commands twice.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TypeVar
+
+from bettercompute.daemon import journal_records as records
+from bettercompute.daemon.journal_files import Seal, companions, set_aside
+from bettercompute.daemon.journal_records import (
+    TABLES,
+    CancelledId,
+    CommandEntry,
+    EventEntry,
+    JournalMeta,
+    ProcessMark,
+    Value,
+    Write,
+    row_crc,
+    weight_bytes,
+)
+from bettercompute.errors import Unavailable
+
+DATABASE_NAME = "journal.db"
+PAGE_BYTES = 4096
+
+Row = TypeVar("Row", CommandEntry, CancelledId, EventEntry)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLimits:
+    """How large the journal may grow (decisions 15)."""
+
+    max_bytes: int = 256 * 1024 * 1024
+    reserve_bytes: int = 32 * 1024 * 1024
+    """What only promised writes may use: results of every command that can be running (10 of 1 MiB), and the log."""
+    ballast_bytes: int = 16 * 1024 * 1024
+    wal_bytes: int = 4 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        """Refuse limits that leave no room for new entries."""
+        assert 0 < self.reserve_bytes < self.max_bytes, "the reserve must leave room for new entries"
+
+
+LIMITS = JournalLimits()
+
+
+class JournalFullError(Exception):
+    """There is no room: the bound is reached (`disk` False), or the disk's (`disk` True), or it cannot be written."""
+
+    def __init__(self, message: str, *, disk: bool) -> None:
+        super().__init__(message)
+        self.disk = disk
+
+
+class JournalDamagedError(Exception):
+    """What is on the disk is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalContents:
+    """What is known right after opening. Results stay on disk, where up to 10,000 of them belong."""
+
+    meta: JournalMeta
+    commands: tuple[CommandEntry, ...] = ()
+    cancelled: tuple[CancelledId, ...] = ()
+    processes: tuple[ProcessMark, ...] = ()
+    documents: dict[str, bytes] = field(default_factory=dict)
+    set_aside: str = ""
+    """Why a damaged journal was set aside just now, and under which name; empty when all was well."""
+
+
+# A write by a disk that is full, failing or read-only: what waiting or an operator can cure.
+_UNWRITABLE_CODES = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
+)
+# At open a read error is damage; these are the disk's.
+_UNWRITABLE_AT_OPEN = frozenset(
+    {
+        *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC),
+        *(sqlite3.SQLITE_IOERR_TRUNCATE, sqlite3.SQLITE_IOERR_DIR_FSYNC, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
+    }
+)
+
+
+class JournalDatabase:
+    """An open journal. `open` and every later call must come from one thread."""
+
+    def __init__(self, folder: Path, *, limits: JournalLimits = LIMITS) -> None:
+        self.path = folder / DATABASE_NAME
+        self.limits = limits
+        self.meta: JournalMeta
+        self._seal = Seal(self.path.with_name(self.path.name + "-seal"))
+        self._connection: sqlite3.Connection
+
+    def open(self, *, new_journal_id: Callable[[], str], new_birth: Callable[[], bytes], stamp: str) -> JournalContents:
+        """Open and check the journal, or set a damaged one aside as `stamp` and begin anew.
+
+        Raise `Unavailable` when the disk does not let it be opened at all.
+        """
+        why = ""
+        if any(path.exists() for path in companions(self.path)):
+            try:
+                return self._load()
+            except JournalDamagedError as error:
+                why = str(error)
+            except sqlite3.Error as error:
+                if _code(error) in _UNWRITABLE_AT_OPEN:
+                    self.close()
+                    raise self._unavailable(error) from error
+                why = f"SQLite says: {error}"
+            why = f"{why}; the files were {self.set_aside(stamp)}"
+        try:
+            return replace(self._create(journal_id=new_journal_id(), birth=new_birth()), set_aside=why)
+        except (sqlite3.Error, OSError) as error:
+            self.close()
+            # A half-made journal promised nothing: better none than one that reads as damaged.
+            for path in companions(self.path):
+                path.unlink(missing_ok=True)
+            raise self._unavailable(error) from error
+
+    def set_aside(self, stamp: str) -> str:
+        """Close the journal and rename its files; return what was done, in words."""
+        self.close()
+        try:
+            moved = set_aside(self.path, stamp=stamp)
+        except OSError as error:
+            raise self._unavailable(error) from error
+        return "set aside as " + (", ".join(path.name for path in moved) or "nothing")
+
+    def close(self) -> None:
+        """Close the files; what was promised is on disk already."""
+        self._seal.close()
+        if hasattr(self, "_connection"):
+            self._connection.close()
+
+    def apply(self, writes: Sequence[Write]) -> None:
+        """Make `writes` durable in one transaction, all or none; raise `JournalFullError` or `JournalDamagedError`."""
+        before = self.meta
+        try:
+            self._begin()
+            for write in writes:
+                self._apply_one(write)
+            self.meta = replace(self.meta, commits=self.meta.commits + 1)
+            self._write_meta()
+            self._commit()
+            self._promise()
+        except BaseException as error:
+            self.meta = before
+            self._roll_back()
+            if isinstance(error, sqlite3.Error | OSError):
+                raise self._judged(error, writes) from error
+            raise
+
+    def room_bytes(self) -> int:
+        """Return how much may still be accepted before new entries must be refused; none when that cannot be read."""
+        try:
+            pages = self._pragma("page_count") - self._pragma("freelist_count")
+        except sqlite3.Error:
+            return 0
+        return self.limits.max_bytes - self.limits.reserve_bytes - pages * PAGE_BYTES
+
+    def result(self, command_id: str) -> bytes:
+        """Return the stored terminal update of a command; empty when there is none."""
+        row = self._row("commands", command_id)
+        return b"" if row is None else CommandEntry(*row).result  # type: ignore[arg-type]  # the CRC covers the types
+
+    def events_after(self, seq: int, *, limit: int, limit_bytes: int) -> list[EventEntry]:
+        """Return the events that follow `seq`, as many as fit both limits, but at least one."""
+        found: list[EventEntry] = []
+        size_bytes = 0
+        for row in self._rows("events", "WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit)):
+            entry = EventEntry(row[0], row[1], row[2], bool(row[3]))  # type: ignore[arg-type]  # the CRC covers the types
+            size_bytes += len(entry.event)
+            if found and size_bytes > limit_bytes:
+                break
+            found.append(entry)
+        return found
+
+    # Boundaries of one transaction, apart so that a test can end the process between any two.
+
+    def _begin(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def _commit(self) -> None:
+        self._connection.execute("COMMIT")
+
+    def _promise(self) -> None:
+        self._seal.write(self.meta.birth, self.meta.commits)
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+    # Opening.
+
+    def _connect(self) -> None:
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._connection = sqlite3.connect(self.path, isolation_level=None, timeout=0)
+        execute = self._connection.execute
+        execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        # Exclusive: no shared-memory file to lose, and nobody else changes the file behind our back.
+        execute("PRAGMA locking_mode = EXCLUSIVE")
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")
+        execute(f"PRAGMA wal_autocheckpoint = {self.limits.wal_bytes // PAGE_BYTES}")
+        execute(f"PRAGMA journal_size_limit = {self.limits.wal_bytes}")
+        execute(f"PRAGMA max_page_count = {self.limits.max_bytes // PAGE_BYTES}")
+        execute("PRAGMA cache_size = -1024")
+        execute("PRAGMA temp_store = MEMORY")
+
+    def _create(self, *, journal_id: str, birth: bytes) -> JournalContents:
+        self._connect()
+        meta_columns = [column.name for column in fields(JournalMeta)]
+        self._begin()
+        self._connection.execute(f"CREATE TABLE meta (id INTEGER PRIMARY KEY, {', '.join(meta_columns)}, crc)")
+        for table, columns in TABLES.items():
+            # Without a row id the key and the row are one tree: no second one can disagree with it unseen.
+            key = f"{columns[0]} PRIMARY KEY NOT NULL, {', '.join(columns[1:])}, crc"
+            self._connection.execute(f"CREATE TABLE {table} ({key}) WITHOUT ROWID")
+        self.meta = JournalMeta(journal_id=journal_id, birth=birth)
+        self._write_meta()
+        self._commit()
+        self._seal.create(birth, 0)
+        return JournalContents(meta=self.meta)
+
+    def _load(self) -> JournalContents:
+        promised = self._seal.read()
+        self._connect()
+        problem = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise JournalDamagedError(f"SQLite's check says: {problem}")
+        row = self._connection.execute("SELECT * FROM meta WHERE id = 1").fetchone()
+        if row is None or row[-1] != row_crc("meta", row[1:-1]):
+            raise JournalDamagedError("the meta row is damaged")
+        self.meta = meta = JournalMeta(*row[1:-1])
+        if promised is None and meta.commits == 0 and not self._seal.path.exists():
+            self._seal.create(meta.birth, 0)  # ended between the two halves of `_create`: nothing was promised yet
+        elif promised is None or promised[0] != meta.birth:
+            raise JournalDamagedError("the seal is missing, damaged or of another journal")
+        elif meta.commits < promised[1]:
+            lost = promised[1] - meta.commits
+            raise JournalDamagedError(f"the last {lost} commits, which were promised, are gone")
+        commands = tuple(
+            replace(entry, result=b"") for entry in (_entry(CommandEntry, row) for row in self._rows("commands"))
+        )
+        contents = JournalContents(
+            meta=meta,
+            commands=commands,
+            cancelled=tuple(_entry(CancelledId, row) for row in self._rows("cancelled")),
+            processes=tuple(ProcessMark(row[1], row[0], row[2], row[3]) for row in self._rows("processes")),  # type: ignore[arg-type]
+            documents={str(row[0]): bytes(row[1]) for row in self._rows("documents")},  # type: ignore[arg-type]
+        )
+        events = sum(1 for _ in self._rows("events"))
+        found = (len(commands), len(contents.cancelled), len(contents.processes), events, len(contents.documents))
+        expected = (meta.commands, meta.cancelled, meta.processes, meta.events, meta.documents)
+        if found != expected:
+            names = ", ".join(f"{name} {was} of {of}" for name, was, of in zip(TABLES, found, expected, strict=True))
+            raise JournalDamagedError(f"rows are missing: {names}")
+        return contents
+
+    # Rows.
+
+    def _rows(self, table: str, rest: str = "", parameters: tuple[int, ...] = ()) -> Iterator[tuple[Value, ...]]:
+        for row in self._connection.execute(f"SELECT * FROM {table} {rest}", parameters):  # noqa: S608 - our own names
+            yield self._checked(table, row)
+
+    def _row(self, table: str, key: Value) -> tuple[Value, ...] | None:
+        query = f"SELECT * FROM {table} WHERE {TABLES[table][0]} = ?"  # noqa: S608 - our own names
+        row = self._connection.execute(query, (key,)).fetchone()
+        return None if row is None else self._checked(table, row)
+
+    @staticmethod
+    def _checked(table: str, row: tuple[Value, ...]) -> tuple[Value, ...]:
+        try:
+            sound = row[-1] == row_crc(table, row[:-1])
+        except TypeError:  # a column that turned into a NULL or a float
+            sound = False
+        if not sound:
+            raise JournalDamagedError(f"a row of {table} does not match its checksum: key {row[0]!r}")
+        return row[:-1]
+
+    def _insert(self, table: str, values: tuple[Value, ...]) -> None:
+        marks = ",".join("?" * (len(values) + 1))
+        query = f"INSERT OR IGNORE INTO {table} VALUES ({marks})"  # noqa: S608 - our own names
+        self._count(table, self._connection.execute(query, (*values, row_crc(table, values))).rowcount)
+
+    def _change(self, table: str, key: Value, changes: dict[str, Value]) -> None:
+        row = self._row(table, key)
+        if row is None:
+            return
+        values = tuple(changes.get(column, value) for column, value in zip(TABLES[table], row, strict=True))
+        marks = ",".join("?" * (len(values) + 1))
+        query = f"REPLACE INTO {table} VALUES ({marks})"  # noqa: S608 - our own names
+        self._connection.execute(query, (*values, row_crc(table, values)))
+
+    def _delete(self, table: str, key: Value, *, comparison: str = "=") -> None:
+        query = f"DELETE FROM {table} WHERE {TABLES[table][0]} {comparison} ?"  # noqa: S608 - our own names
+        self._count(table, -self._connection.execute(query, (key,)).rowcount)
+
+    def _count(self, table: str, change: int) -> None:
+        if change:
+            self.meta = replace(self.meta, **{table: getattr(self.meta, table) + change})
+
+    def _write_meta(self) -> None:
+        values = astuple(self.meta)
+        marks = ",".join("?" * (len(values) + 1))
+        query = f"REPLACE INTO meta VALUES (1,{marks})"  # noqa: S608 - our own names
+        self._connection.execute(query, (*values, row_crc("meta", values)))
+
+    # Writes.
+
+    def _apply_one(self, write: Write) -> None:
+        match write:
+            case records.AcceptCommand(entry):
+                self._insert("commands", _values(entry))
+            case records.TakeUpCommand(command_id, attempt, accepted_by, command):
+                self._change(
+                    "commands", command_id, {"attempt": attempt, "accepted_by": accepted_by, "command": command}
+                )
+            case records.StartCommand(command_id, state, boot_id, role, version):
+                started: dict[str, Value] = {"state": state, "started": 1, "start_boot_id": boot_id, "start_role": role}
+                self._change("commands", command_id, started | {"start_version": version})
+            case records.FinishCommand(command_id, state, result, done_mark_ms):
+                done: dict[str, Value] = {"state": state, "result": result, "done_mark_ms": done_mark_ms}
+                self._change("commands", command_id, done | {"command": b""})
+            case records.AckCommands(command_ids):
+                for command_id in command_ids:
+                    self._change("commands", command_id, {"acked": 1, "result": b""})
+            case records.ForgetCommands(command_ids):
+                for command_id in command_ids:
+                    self._delete("commands", command_id)
+                    self._delete("cancelled", command_id)
+            case records.NoteProcess(mark):
+                self._delete("processes", mark.process_group)  # the kernel gave a reaped group's id out again
+                self._insert("processes", (mark.process_group, mark.command_id, mark.start_ticks, mark.boot_id))
+            case records.DropProcess(process_group):
+                self._delete("processes", process_group)
+            case records.RememberCancelled(cancelled):
+                self._insert("cancelled", (cancelled.command_id, cancelled.mark_ms))
+            case records.PutDocument(name, body):
+                self._delete("documents", name)
+                if body:
+                    self._insert("documents", (name, body))
+            case _:
+                self._apply_cursor(write)
+
+    def _apply_cursor(self, write: Write) -> None:
+        match write:
+            case records.AppendEvents(events):
+                for event in events:
+                    self._insert("events", (event.seq, event.event_id, event.event, int(event.recovered)))
+                    self.meta = replace(self.meta, last_event_seq=max(self.meta.last_event_seq, event.seq))
+            case records.AckEvents(seq):
+                self._delete("events", seq, comparison="<=")
+                self.meta = replace(self.meta, acked_event_seq=max(self.meta.acked_event_seq, seq))
+            case records.SetCursors():
+                changes = {item.name: getattr(write, item.name) for item in fields(write)}
+                self.meta = replace(self.meta, **{name: new for name, new in changes.items() if new is not None})
+            case records.TakeNewJournalId(journal_id):
+                kept = list(self._rows("events", "ORDER BY seq"))
+                self._delete("events", 0, comparison=">=")
+                for seq, row in enumerate(kept, start=1):
+                    self._insert("events", (seq, row[1], row[2], 1))
+                self.meta = replace(self.meta, journal_id=journal_id, last_event_seq=len(kept), acked_event_seq=0)
+            case _:
+                raise AssertionError(f"unknown write {write!r}")
+
+    # Faults.
+
+    def _pragma(self, name: str) -> int:
+        return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+    def _judged(self, error: sqlite3.Error | OSError, writes: Sequence[Write]) -> Exception:
+        if isinstance(error, OSError):
+            return JournalFullError(f"the seal of {self.path} cannot be written: {error.strerror}", disk=True)
+        if _code(error) in _UNWRITABLE_CODES or _code(error) & 0xFF in _UNWRITABLE_CODES:
+            # SQLite says the same of its page bound and of the disk: judge by what the writes could have needed.
+            needed_bytes = (
+                self._pragma("page_count") * PAGE_BYTES + 2 * sum(map(weight_bytes, writes)) + 16 * PAGE_BYTES
+            )
+            at_bound = needed_bytes >= self.limits.max_bytes
+            if _code(error) == sqlite3.SQLITE_FULL and at_bound:
+                return JournalFullError(
+                    f"{self.path} has reached its bound of {self.limits.max_bytes} bytes", disk=False
+                )
+            return JournalFullError(f"{self.path} cannot be written: {error}", disk=True)
+        return JournalDamagedError(f"SQLite says: {error}")
+
+    def _unavailable(self, error: sqlite3.Error | OSError) -> Unavailable:
+        return Unavailable(
+            f"the journal {self.path} cannot be opened: {error}: free space on its disk, or make it writable for bcd",
+            reason="journal-unwritable",
+        )
+
+
+def _code(error: sqlite3.Error) -> int:
+    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR))
+
+
+def _values(entry: CommandEntry) -> tuple[Value, ...]:
+    return tuple(int(value) if isinstance(value, bool) else value for value in astuple(entry))
+
+
+def _entry(kind: Callable[..., Row], row: tuple[Value, ...]) -> Row:
+    columns = fields(kind)  # type: ignore[arg-type]  # one of our dataclasses
+    return kind(*(bool(value) if column.type == "bool" else value for column, value in zip(columns, row, strict=True)))

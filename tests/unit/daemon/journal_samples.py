@@ -1,0 +1,125 @@
+"""Entries for the journal's tests, and a child process that writes them until it is ended with kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from bettercompute.daemon.journal import JournalDatabase, JournalLimits
+from bettercompute.daemon.journal_records import (
+    AcceptCommand,
+    AckCommands,
+    AckEvents,
+    AppendEvents,
+    CommandEntry,
+    EventEntry,
+    FinishCommand,
+    ForgetCommands,
+    NoteProcess,
+    ProcessMark,
+    StartCommand,
+    Write,
+)
+
+SMALL = JournalLimits(
+    max_bytes=2 * 1024 * 1024, reserve_bytes=512 * 1024, ballast_bytes=256 * 1024, wal_bytes=64 * 1024
+)
+
+
+def entry(command_id: str, *, command: bytes = b"body", **changes: object) -> CommandEntry:
+    values: dict[str, object] = {
+        "command_id": command_id,
+        "kind": "inventory.refresh",
+        "lane": 1,
+        "attempt": 1,
+        "state": 3,
+        "not_after_ms": 1_000,
+        "accepted_by": "process-1",
+        "started": False,
+        "start_boot_id": "",
+        "start_role": "",
+        "start_version": "",
+        "command": command,
+        "result": b"",
+        "done_mark_ms": 0,
+        "acked": False,
+    }
+    return CommandEntry(**(values | changes))  # type: ignore[arg-type]
+
+
+def event(seq: int, body: bytes = b"event") -> EventEntry:
+    return EventEntry(seq=seq, event_id=f"event-{seq}", event=body, recovered=False)
+
+
+def story(count: int) -> list[tuple[Write, ...]]:
+    """The writes of `count` commands from their acceptance to their result, two of three acked and forgotten."""
+    steps: list[tuple[Write, ...]] = []
+    for number in range(count):
+        name = f"command-{number:04}"
+        steps += [
+            (AcceptCommand(entry(name, command=b"c" * (number % 7) * 500)),),
+            (StartCommand(name, 4, "boot-1", "node", "0.1.0"), AppendEvents((event(2 * number + 1),))),
+            (NoteProcess(ProcessMark(name, 1000 + number, 77, "boot-1")),),
+            (FinishCommand(name, 5, b"r" * (number % 5) * 700, 5_000), AppendEvents((event(2 * number + 2),))),
+        ]
+        if number % 3:
+            steps += [(AckCommands((name,)), AckEvents(2 * number)), (ForgetCommands((name,)),)]
+    return steps
+
+
+def open_journal(folder: Path, kind: type[JournalDatabase] = JournalDatabase, limits: JournalLimits = SMALL):
+    """Open a journal as the daemon's thread does; return it and its contents."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    database = kind(folder, limits=limits)
+    contents = database.open(
+        new_journal_id=lambda: f"journal-{os.urandom(4).hex()}",
+        new_birth=lambda: os.urandom(16),
+        stamp=os.urandom(4).hex(),
+    )
+    return database, contents
+
+
+class MortalJournal(JournalDatabase):
+    """Ends the whole process, without any goodbye, at the n-th boundary between two steps of a write."""
+
+    lives = 0
+
+    def _boundary(self) -> None:
+        type(self).lives -= 1
+        if type(self).lives <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _begin(self) -> None:
+        self._boundary()
+        super()._begin()
+        self._boundary()
+
+    def _apply_one(self, write: Write) -> None:
+        super()._apply_one(write)
+        self._boundary()
+
+    def _commit(self) -> None:
+        self._boundary()
+        super()._commit()
+        self._boundary()
+
+    def _promise(self) -> None:
+        super()._promise()
+        self._boundary()
+
+
+def main() -> None:
+    """Write the story into the folder argv[1], dying at boundary argv[2]; print each step's number once it is promised."""
+    MortalJournal.lives = int(sys.argv[2])
+    database, _ = open_journal(Path(sys.argv[1]), MortalJournal)
+    for number, writes in enumerate(story(8)):
+        database.apply(writes)
+        sys.stdout.write(f"{number}\n")
+        sys.stdout.flush()
+    database.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""The journal's database: every write, what it promises, and that no damage is ever taken for truth."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from tests.unit.daemon.journal_samples import SMALL, entry, event, open_journal, story
+
+from bettercompute.daemon.journal import JournalDamagedError, JournalFullError
+from bettercompute.daemon.journal_files import companions
+from bettercompute.daemon.journal_records import (
+    TABLES,
+    AcceptCommand,
+    AckCommands,
+    AckEvents,
+    AppendEvents,
+    CancelledId,
+    CommandEntry,
+    DropProcess,
+    EventEntry,
+    FinishCommand,
+    ForgetCommands,
+    NoteProcess,
+    ProcessMark,
+    PutDocument,
+    RememberCancelled,
+    SetCursors,
+    StartCommand,
+    TakeNewJournalId,
+    TakeUpCommand,
+    row_crc,
+)
+from bettercompute.errors import Unavailable
+
+
+def state_of(folder: Path):
+    """Everything a journal says, independent of its counters of commits."""
+    database, contents = open_journal(folder)
+    results = {command.command_id: database.result(command.command_id) for command in contents.commands}
+    events = database.events_after(0, limit=10_000, limit_bytes=1 << 30)
+    database.close()
+    meta = replace(contents.meta, commits=0, birth=b"", journal_id="")
+    return meta, contents.commands, contents.cancelled, contents.processes, contents.documents, results, events
+
+
+def test_a_command_is_kept_through_its_life(tmp_path: Path) -> None:
+    database, contents = open_journal(tmp_path)
+    assert contents.set_aside == ""
+    assert contents.commands == ()
+    database.apply([AcceptCommand(entry("a")), AcceptCommand(entry("a", command=b"another body"))])
+    database.apply([TakeUpCommand("a", 2, "process-2", b"signed anew")])
+    database.apply([StartCommand("a", 4, "boot-1", "node", "0.1.0")])
+    database.close()
+    database, contents = open_journal(tmp_path)
+    started = entry("a", attempt=2, accepted_by="process-2", command=b"signed anew", state=4, started=True)
+    started = replace(started, start_boot_id="boot-1", start_role="node", start_version="0.1.0")
+    assert contents.commands == (started,)
+    database.apply([FinishCommand("a", 5, b"result", 9_000)])
+    assert database.result("a") == b"result"
+    database.close()
+    database, contents = open_journal(tmp_path)
+    assert contents.commands == (replace(started, state=5, command=b"", done_mark_ms=9_000),)
+    assert database.result("a") == b"result"
+    database.apply([AckCommands(("a", "unknown"))])
+    assert database.result("a") == b""
+    database.apply([ForgetCommands(("a", "unknown"))])
+    assert database.meta.commands == 0
+    database.close()
+    assert open_journal(tmp_path)[1].commands == ()
+
+
+def test_cursors_documents_processes_and_cancelled_ids_are_kept(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    database.apply(
+        [SetCursors(last_epoch=7, time_mark_ms=55), SetCursors(hello_nonce=b"new", previous_hello_nonce=b"old")]
+    )
+    database.apply([PutDocument("spec", b"one"), PutDocument("spec", b"two"), PutDocument("gone", b"x")])
+    database.apply([PutDocument("gone", b"")])
+    database.apply([NoteProcess(ProcessMark("a", 10, 1, "b")), NoteProcess(ProcessMark("c", 10, 2, "b"))])
+    database.apply([NoteProcess(ProcessMark("d", 11, 3, "b")), DropProcess(11)])
+    database.apply(
+        [RememberCancelled(CancelledId("x", 5)), RememberCancelled(CancelledId("y", 6)), ForgetCommands(("y",))]
+    )
+    database.close()
+    database, contents = open_journal(tmp_path)
+    assert (contents.meta.last_epoch, contents.meta.time_mark_ms) == (7, 55)
+    assert (contents.meta.hello_nonce, contents.meta.previous_hello_nonce) == (b"new", b"old")
+    assert contents.documents == {"spec": b"two"}
+    assert contents.processes == (ProcessMark("c", 10, 2, "b"),)
+    assert contents.cancelled == (CancelledId("x", 5),)
+    database.close()
+
+
+def test_events_are_given_out_in_order_within_both_limits(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    database.apply([AppendEvents(tuple(event(seq, b"e" * 100) for seq in range(1, 11)))])
+    database.apply([AppendEvents((event(10, b"a repeat after an unknown outcome"),))])
+    assert [item.seq for item in database.events_after(0, limit=3, limit_bytes=1 << 20)] == [1, 2, 3]
+    assert [item.seq for item in database.events_after(3, limit=100, limit_bytes=250)] == [4, 5]
+    assert [item.seq for item in database.events_after(9, limit=100, limit_bytes=1)] == [10]
+    database.apply([AckEvents(8), AckEvents(2)])
+    assert (database.meta.acked_event_seq, database.meta.last_event_seq, database.meta.events) == (8, 10, 2)
+    database.close()
+    assert open_journal(tmp_path)[0].meta.last_event_seq == 10
+
+
+def test_a_new_journal_id_keeps_entries_and_marks_events_recovered(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    database.apply([AcceptCommand(entry("a")), AppendEvents(tuple(event(seq) for seq in range(1, 6))), AckEvents(3)])
+    database.apply([TakeNewJournalId("journal-new")])
+    database.close()
+    database, contents = open_journal(tmp_path)
+    assert contents.meta.journal_id == "journal-new"
+    assert [command.command_id for command in contents.commands] == ["a"]
+    kept = database.events_after(0, limit=10, limit_bytes=1 << 20)
+    assert [(item.seq, item.event_id, item.recovered) for item in kept] == [(1, "event-4", True), (2, "event-5", True)]
+    assert (contents.meta.last_event_seq, contents.meta.acked_event_seq) == (2, 0)
+    database.close()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    database.apply([AcceptCommand(entry("a"))])
+    for path in companions(database.path):
+        if path.exists():
+            assert path.stat().st_mode & 0o777 == 0o600, path
+    database.close()
+
+
+def test_a_group_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    with pytest.raises(AssertionError, match="unknown write"):
+        database.apply([AcceptCommand(entry("a")), "not a write"])  # type: ignore[list-item]
+    assert database.meta.commands == 0
+    database.apply([AcceptCommand(entry("b"))])
+    database.close()
+    assert [command.command_id for command in open_journal(tmp_path)[1].commands] == ["b"]
+
+
+def boundaries() -> int:
+    """How many boundaries the child's whole story has: begin, begun, each write, commit, committed, promised."""
+    return 2 + 2 + sum(5 + len(writes) for writes in story(8))
+
+
+def kill_at(folder: Path, boundary: int) -> int:
+    """Run the child until it dies at `boundary`; return how many steps it was promised."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.daemon.journal_samples", str(folder), str(boundary)],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode in (0, -9), done.stderr.decode()
+    return len(done.stdout.split())
+
+
+def expected_states(tmp_path: Path) -> list[object]:
+    """The journal's state after each prefix of the story."""
+    states = []
+    for count in range(len(story(8)) + 1):
+        folder = tmp_path / f"expected-{count}"
+        database, _ = open_journal(folder)
+        for writes in story(8)[:count]:
+            database.apply(writes)
+        database.close()
+        states.append(state_of(folder))
+    return states
+
+
+def check_kills(tmp_path: Path, chosen: list[int]) -> None:
+    states = expected_states(tmp_path)
+    for boundary in chosen:
+        folder = tmp_path / f"killed-{boundary}"
+        promised = kill_at(folder, boundary)
+        database, contents = open_journal(folder)
+        database.close()
+        assert contents.set_aside == "" or promised == 0, (boundary, contents.set_aside)
+        # The promised steps are there; one more may have become durable without anybody having been told.
+        assert state_of(folder) in states[promised : promised + 2], boundary
+
+
+def test_kill_9_loses_nothing_that_was_promised(tmp_path: Path) -> None:
+    dice = random.Random(7)
+    check_kills(tmp_path, [1, 2, 3, 4, 5, *sorted(dice.sample(range(6, boundaries()), 8)), boundaries() + 50])
+
+
+@pytest.mark.long
+def test_kill_9_at_every_boundary(tmp_path: Path) -> None:
+    check_kills(tmp_path, list(range(1, boundaries() + 2)))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
+    """A journal as a crash leaves it: some of it in the database, some in the write-ahead log."""
+    folder = tmp_path_factory.mktemp("written")
+    database, _ = open_journal(folder / "live", limits=replace(SMALL, wal_bytes=SMALL.max_bytes))
+    steps = story(12)
+    for writes in steps[:40]:
+        database.apply(writes)
+    database._connection.execute("PRAGMA wal_checkpoint")
+    for writes in steps[40:]:
+        database.apply(writes)
+    shutil.copytree(folder / "live", folder / "crashed")
+    database.close()
+    shutil.copytree(folder / "crashed", folder / "sound")
+    return folder / "crashed", state_of(folder / "sound")
+
+
+def check_damage(source: Path, folder: Path, expected: object) -> bool:
+    """Open the damaged copy: it is whole, or it is set aside and stays usable. Return whether it was set aside."""
+    database, contents = open_journal(folder)
+    database.apply([SetCursors(last_epoch=contents.meta.last_epoch)])
+    database.close()
+    if contents.set_aside:
+        assert contents.commands == ()
+        assert list(folder.glob("*.damaged-*")) or contents.set_aside.endswith("nothing")
+        again, fresh = open_journal(folder)
+        again.close()
+        assert fresh.set_aside == ""
+        assert fresh.meta.journal_id == contents.meta.journal_id
+    else:
+        assert state_of(folder) == expected
+    return bool(contents.set_aside)
+
+
+def truncate_everywhere(written: tuple[Path, object], tmp_path: Path, *, step: int) -> None:
+    source, expected = written
+    for path in companions(source / "journal.db"):
+        if not path.exists():
+            continue
+        for size in range(0, path.stat().st_size, step):
+            folder = tmp_path / "damaged"
+            shutil.copytree(source, folder)
+            os.truncate(folder / path.name, size)
+            check_damage(source, folder, expected)
+            shutil.rmtree(folder)
+
+
+def test_truncation_is_noticed(written: tuple[Path, object], tmp_path: Path) -> None:
+    truncate_everywhere(written, tmp_path, step=4_001)
+
+
+@pytest.mark.long
+def test_truncation_at_every_byte_is_noticed(written: tuple[Path, object], tmp_path: Path) -> None:
+    truncate_everywhere(written, tmp_path, step=17)
+
+
+def flip_bits(written: tuple[Path, object], tmp_path: Path, *, count: int, seed: int) -> None:
+    source, expected = written
+    dice = random.Random(seed)
+    names = [path.name for path in companions(source / "journal.db") if path.exists()]
+    aside = 0
+    for _ in range(count):
+        folder = tmp_path / "damaged"
+        shutil.copytree(source, folder)
+        path = folder / dice.choice(names)
+        data = bytearray(path.read_bytes())
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        path.write_bytes(data)
+        aside += check_damage(source, folder, expected)
+        shutil.rmtree(folder)
+    assert aside > count // 20, "flips in live rows must be noticed"
+
+
+def test_flipped_bits_are_noticed(written: tuple[Path, object], tmp_path: Path) -> None:
+    flip_bits(written, tmp_path, count=60, seed=1)
+
+
+@pytest.mark.long
+def test_a_thousand_flipped_bits_are_noticed(written: tuple[Path, object], tmp_path: Path) -> None:
+    flip_bits(written, tmp_path, count=1_000, seed=2)
+
+
+@pytest.mark.parametrize("name", ["journal.db", "journal.db-wal", "journal.db-seal"])
+def test_a_lost_or_zeroed_file_is_noticed(written: tuple[Path, object], tmp_path: Path, name: str) -> None:
+    source, expected = written
+    for damage in ("lost", "zeroed"):
+        folder = tmp_path / damage
+        shutil.copytree(source, folder)
+        path = folder / name
+        if damage == "lost":
+            path.unlink()
+        else:
+            path.write_bytes(bytes(path.stat().st_size))
+        assert check_damage(source, folder, expected), f"{name} {damage}"
+
+
+def test_a_foreign_file_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").write_bytes(b"this is no database" * 1000)
+    database, contents = open_journal(tmp_path)
+    assert "not a database" in contents.set_aside
+    database.close()
+
+
+def test_a_row_moved_between_tables_or_vanished_is_noticed(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    database.apply([AcceptCommand(entry("a")), AcceptCommand(entry("b"))])
+    database.close()
+    connection = sqlite3.connect(tmp_path / "journal.db")
+    connection.execute("DELETE FROM commands WHERE command_id = 'b'")
+    connection.commit()
+    connection.close()
+    _, contents = open_journal(tmp_path)
+    assert "rows are missing: commands 1 of 2" in contents.set_aside
+
+
+def test_set_aside_journals_do_not_fill_the_disk(tmp_path: Path) -> None:
+    for _ in range(5):
+        (tmp_path / "journal.db").write_bytes(b"rubbish" * 1000)
+        open_journal(tmp_path)[0].close()
+    assert len(list(tmp_path.glob("journal.db.damaged-*"))) == 2
+
+
+def test_the_bound_is_kept_and_leaves_room_for_results(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    accepted = 0
+    while database.room_bytes() > 60_000:
+        database.apply([AcceptCommand(entry(f"c{accepted}", command=b"x" * 50_000))])
+        accepted += 1
+    for number in range(5):
+        database.apply([FinishCommand(f"c{number}", 5, b"r" * 60_000, 1)])
+    with pytest.raises(JournalFullError, match="reached its bound of 2097152 bytes") as caught:
+        for number in range(accepted, accepted + 100):
+            database.apply([AcceptCommand(entry(f"c{number}", command=b"x" * 50_000))])
+    assert not caught.value.disk
+    assert database.path.stat().st_size <= SMALL.max_bytes
+    database.apply([ForgetCommands(tuple(f"c{number}" for number in range(accepted)))])
+    assert database.room_bytes() > 1_000_000
+    database.close()
+    assert open_journal(tmp_path)[1].set_aside == ""
+
+
+def test_a_full_disk_is_told_apart_and_rolled_back(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    database.apply([AcceptCommand(entry("a"))])
+    wal = database.path.with_name("journal.db-wal")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = _ignore_file_size_signal()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (wal.stat().st_size, hard))
+    try:
+        with pytest.raises(JournalFullError) as caught:
+            database.apply([AcceptCommand(entry("b", command=b"x" * 100_000))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        previous()
+    assert caught.value.disk
+    assert database.meta.commands == 1
+    database.apply([AcceptCommand(entry("c"))])
+    database.close()
+    assert [command.command_id for command in open_journal(tmp_path)[1].commands] == ["a", "c"]
+
+
+def _ignore_file_size_signal():
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    return lambda: signal.signal(signal.SIGXFSZ, old)
+
+
+def test_damage_found_while_in_use_is_an_error_of_its_own(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    database.apply([AppendEvents((event(1),))])
+    database._connection.execute("UPDATE events SET event = x'00'")
+    with pytest.raises(JournalDamagedError, match="a row of events does not match its checksum: key 1"):
+        database.events_after(0, limit=1, limit_bytes=1)
+    assert database.set_aside("now").startswith("set aside as journal.db.damaged-now")
+    assert open_journal(tmp_path)[1].set_aside == ""
+
+
+def test_a_journal_in_use_elsewhere_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    database, _ = open_journal(tmp_path)
+    database.apply([AcceptCommand(entry("a"))])
+    with pytest.raises(Unavailable, match="database is locked"):
+        open_journal(tmp_path)
+    database.close()
+    assert len(open_journal(tmp_path)[1].commands) == 1
+
+
+def test_the_checksum_tells_types_lengths_and_tables_apart() -> None:
+    assert row_crc("events", (1, "1")) != row_crc("events", ("1", 1))
+    assert row_crc("events", ("ab", "c")) != row_crc("events", ("a", "bc"))
+    assert row_crc("events", (b"a",)) != row_crc("events", ("a",))
+    assert row_crc("events", (1,)) != row_crc("commands", (1,))
+
+
+def test_columns_are_those_of_the_entries() -> None:
+    assert TABLES["commands"] == tuple(column.name for column in fields(CommandEntry))
+    assert TABLES["events"] == tuple(column.name for column in fields(EventEntry))
+    assert TABLES["cancelled"] == tuple(column.name for column in fields(CancelledId))
