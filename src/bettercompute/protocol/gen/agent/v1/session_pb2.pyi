@@ -175,7 +175,7 @@ class AgentFrame(_message.Message):
 
     @_builtins.property
     def updates(self) -> Global___CommandUpdateBatch:
-        """News of several commands of the same moment."""
+        """News of several commands of the same moment; only to a gateway whose Welcome names `update-batch`."""
 
     def __init__(
         self,
