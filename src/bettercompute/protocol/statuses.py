@@ -72,6 +72,7 @@ class Reason(StrEnum):
     SUPERSEDED_CERTIFICATE = "superseded-certificate"
     OLD_GENERATION = "old-generation"
     BAD_PROOF = "bad-proof"
+    UNAUTHENTICATED = "unauthenticated"
     # What the caller may do.
     NODE_MISMATCH = "node-mismatch"
     ROLE_MISMATCH = "role-mismatch"
@@ -84,6 +85,7 @@ class Reason(StrEnum):
     TOKEN_ROLE = "token-role"  # noqa: S105 - as above
     TOKEN_NODE = "token-node"  # noqa: S105 - as above
     ATTESTATION = "attestation"
+    ACCESS_DENIED = "access-denied"
     # What the caller sent.
     NOT_HELLO = "not-hello"
     BAD_HELLO = "bad-hello"
@@ -93,10 +95,15 @@ class Reason(StrEnum):
     EVENT_GAP = "event-gap"
     TOKEN_MALFORMED = "token-malformed"  # noqa: S105 - as above
     BAD_REQUEST = "bad-request"
+    BAD_CSR = "bad-csr"
+    INVALID_NAME = "invalid-name"
     INVALID_CONFIG = "INVALID_CONFIG"
     ATTESTOR_UNKNOWN = "attestor-unknown"
     COMPRESSED = "compressed"
     UNKNOWN_METHOD = "unknown-method"
+    # What it asked for is not there, or not in the state that this needs.
+    NOT_FOUND = "not-found"
+    CONFLICT = "conflict"
     # The node has a newer session.
     SUPERSEDED = "superseded"
     # Ours.
@@ -131,6 +138,7 @@ _REASONS_BY_STATUS: Mapping[Status, tuple[Reason, ...]] = {
         Reason.SUPERSEDED_CERTIFICATE,
         Reason.OLD_GENERATION,
         Reason.BAD_PROOF,
+        Reason.UNAUTHENTICATED,
     ),
     Status.PERMISSION_DENIED: (
         Reason.NODE_MISMATCH,
@@ -144,6 +152,7 @@ _REASONS_BY_STATUS: Mapping[Status, tuple[Reason, ...]] = {
         Reason.TOKEN_ROLE,
         Reason.TOKEN_NODE,
         Reason.ATTESTATION,
+        Reason.ACCESS_DENIED,
     ),
     Status.INVALID_ARGUMENT: (
         Reason.NOT_HELLO,
@@ -154,8 +163,12 @@ _REASONS_BY_STATUS: Mapping[Status, tuple[Reason, ...]] = {
         Reason.EVENT_GAP,
         Reason.TOKEN_MALFORMED,
         Reason.BAD_REQUEST,
+        Reason.BAD_CSR,
+        Reason.INVALID_NAME,
         Reason.INVALID_CONFIG,
     ),
+    Status.NOT_FOUND: (Reason.NOT_FOUND,),
+    Status.FAILED_PRECONDITION: (Reason.CONFLICT,),
     Status.UNIMPLEMENTED: (Reason.ATTESTOR_UNKNOWN, Reason.COMPRESSED, Reason.UNKNOWN_METHOD),
     Status.ABORTED: (Reason.SUPERSEDED,),
     Status.INTERNAL: (Reason.BUG,),
