@@ -76,8 +76,8 @@ def _translated() -> Iterator[None]:
     except asyncpg.TargetServerAttributeNotMatched as error:
         raise Unavailable("the database is a standby: it takes no writes", reason="database") from error
     except asyncpg.InterfaceError as error:
-        if isinstance(error, (asyncpg.DataError, ValueError)):
-            raise StatementFailed(f"PostgreSQL: {error}", sqlstate="22000", constraint=None) from error
+        if "another operation is in progress" in str(error):
+            raise Bug(f"one connection was used twice at a time: {error}") from error
         raise Unavailable(f"the database connection is lost: {error}", reason="database") from error
     except (OSError, TimeoutError, asyncpg.InternalClientError) as error:
         text = str(error) or type(error).__name__

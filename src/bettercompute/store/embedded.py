@@ -34,6 +34,8 @@ OWNER_ROLE = "bettercompute"
 UNPRIVILEGED_USER = "nobody"
 # A server whose parent was just killed writes its last checkpoint before it lets go of the data folder.
 LOCK_WAIT_MS = 20_000
+# A server that has been ready for this long while we wait is somebody's, not one about to notice its parent's end.
+IN_USE_WAIT_MS = 2_000
 READY_WAIT_MS = 60_000
 STOP_WAIT_MS = 20_000
 POLL_MS = 10
@@ -313,15 +315,17 @@ def _path_of(folder: int) -> str:
 
 def _take_lock(data_dir: Path) -> int:
     lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    ready_ms = 0
     for _ in range(LOCK_WAIT_MS // POLL_MS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if _ready_socket_dir(data_dir / "cluster", process_id=None):
-                break  # in use, not about to end
+            ready_ms += POLL_MS if _ready_socket_dir(data_dir / "cluster", process_id=None) else 0
+            if ready_ms > IN_USE_WAIT_MS:
+                break
             time.sleep(POLL_MS / 1000)
-            continue
-        return lock
+        else:
+            return lock
     os.close(lock)
     raise Refused(
         f"another process uses the database in {data_dir}: stop it, or choose another folder",
@@ -352,6 +356,8 @@ def _ready_socket_dir(cluster: Path, *, process_id: int | None) -> Path | None:
         return None
     # Line 1 is the process id, line 5 the socket folder, line 8 the state (src/include/utils/pidfile.h).
     if len(lines) < 8 or lines[7].strip() != "ready" or process_id not in {None, int(lines[0])}:
+        return None
+    if not Path(f"/proc/{lines[0].strip()}").exists():
         return None
     return Path(lines[4].strip())
 
@@ -392,7 +398,7 @@ def _installed_binaries() -> Path:
             status=FAILED_PRECONDITION,
             reason="database",
         )
-    found = sorted(Path(spec.origin).parent.glob("pginstall*/bin/postgres"), key=lambda path: len(path.parts[-3]))
+    found = Path(spec.origin).parent.glob("pginstall*/bin/postgres")
     newest = max(found, key=lambda path: int(path.parts[-3].removeprefix("pginstall") or "0"), default=None)
     if newest is None:
         raise Refused(
