@@ -28,6 +28,8 @@ MAX_INVENTORY_SECTION_BYTES = 1 * MIB
 MAX_EVENT_BATCH_BYTES = 512 * KIB
 # An event's payload_json. A batch of one must fit.
 MAX_EVENT_PAYLOAD_BYTES = 16 * KIB
+# Objects and arrays in an event's payload: deeper nesting than PostgreSQL's parser likes cannot come of so few.
+MAX_EVENT_CONTAINERS = 1_000
 # A piece of a running command's output, and what the control plane keeps of it: the last ones.
 MAX_OUTPUT_BYTES = 64 * KIB
 
@@ -54,6 +56,13 @@ MAX_SPEC_SECTIONS = 64
 MAX_INSTANCES = 4_096
 # Unknown machines that one site agent reports.
 MAX_DISCOVERED = 1_024
+# Certificates from a leaf to its root, both included.
+MAX_CHAIN_CERTIFICATES = 8
+MAX_CERTIFICATE_BYTES = 16 * KIB
+# Addresses of one instance.
+MAX_ADDRESSES = 64
+# Well-formed or not: what is kept of them is bounded by MAX_CAPABILITIES.
+MAX_CLAIMED_CAPABILITIES = 4_096
 # Lanes of one heartbeat: the two there are, and room for later ones.
 MAX_LANES = 16
 
