@@ -1,1 +1,4 @@
-"""Commands, lanes, desired state, events, inventory: what is delivered and when. Pure."""
+"""Delivery: commands, lanes, cancel, desired state, events, inventory and what the journal may forget.
+
+Pure, both ends.
+"""

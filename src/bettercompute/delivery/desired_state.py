@@ -1,0 +1,117 @@
+"""Desired state: what the gateway offers and what the daemon takes (decisions 6, "Welcome" of the Sessions page).
+
+A generation is the whole NodeSpec, stored and signed as bytes; a patch names a section, its base and the new
+generation. The gateway relays stored bytes and never re-encodes them. Generations only rise: the daemon keeps the
+highest one it has applied outside the journal, so that a restored disk or a lying gateway cannot bring back an older
+spec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSpec:
+    """A node's newest generation as the store holds it: the full body, and the patch that leads to it when there is
+    one.
+    """
+
+    generation: int
+    body: bytes
+    """A serialized `DesiredStateBody` with `full`."""
+    signature: bytes = b""
+    """The serialized `Signature` over `body`; empty when specs are not signed."""
+    patch_base_generation: int | None = None
+    patch_body: bytes = b""
+    patch_signature: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What to put into a `DesiredState` frame."""
+
+    body: bytes
+    signature: bytes
+
+
+def due_at_welcome(*, generation: int, has_spec: bool, applied_generation: int, spec_sha256: bytes) -> bool:
+    """Say whether Welcome is followed by a full spec: the node's is newer, or the daemon reports that it holds none."""
+    return has_spec and (generation > applied_generation or not spec_sha256)
+
+
+def offer(
+    spec: StoredSpec,
+    *,
+    offered_generation: int,
+    applied_generation: int,
+    requested: bool,
+    full_only: bool,
+    signed_only: bool,
+) -> Offer | None:
+    """Return what to send of a generation, or None. Each is offered once per session, unless the daemon asks for it.
+
+    A patch is used only when the daemon has applied exactly its base, and never as the answer to a request.
+    A signed-only session withholds what is not signed.
+    """
+    if spec.generation <= offered_generation and not requested:
+        return None
+    patch_fits = bool(spec.patch_body) and spec.patch_base_generation == applied_generation
+    if patch_fits and not (requested or full_only) and (spec.patch_signature or not signed_only):
+        return Offer(spec.patch_body, spec.patch_signature)
+    if signed_only and not spec.signature:
+        return None
+    return Offer(spec.body, spec.signature)
+
+
+class Verdict(StrEnum):
+    """What the daemon does with a desired state."""
+
+    TAKE = "take"
+    HELD = "held"
+    """Already read: nothing to do."""
+    GENERATION_BEHIND = "generation-behind"
+    BASE_MISMATCH = "base-mismatch"
+    """A patch whose base is not what is applied: ask for the full spec."""
+    WRONG_NODE = "wrong-node"
+    WRONG_TRUST_DOMAIN = "wrong-trust-domain"
+    EMPTY = "empty"
+    """Neither a full spec nor a patch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSpec:
+    """What the daemon knows when a desired state arrives."""
+
+    node_id: str
+    trust_domain: str
+    observed_generation: int
+    applied_generation: int
+    floor_generation: int
+    """The highest generation ever applied, from identity.json."""
+    holds_spec: bool
+
+
+def judge(
+    held: HeldSpec, *, node_id: str, trust_domain: str, generation: int, full: bool, patch_base_generation: int | None
+) -> Verdict:
+    """Return what to do with a body whose signature has been judged.
+
+    Exactly one of `full` and a patch base is expected.
+    """
+    if node_id != held.node_id:
+        return Verdict.WRONG_NODE
+    if trust_domain and held.trust_domain and trust_domain != held.trust_domain:
+        return Verdict.WRONG_TRUST_DOMAIN
+    if generation < max(held.floor_generation, held.applied_generation):
+        return Verdict.GENERATION_BEHIND
+    if full:
+        return Verdict.HELD if held.holds_spec and generation <= held.observed_generation else Verdict.TAKE
+    if patch_base_generation is None:
+        return Verdict.EMPTY
+    if held.holds_spec and generation <= held.observed_generation:
+        return Verdict.HELD
+    if not held.holds_spec or patch_base_generation != held.applied_generation:
+        return Verdict.BASE_MISMATCH
+    return Verdict.TAKE

@@ -1,0 +1,274 @@
+"""Opening: who is let in, in which order, and when the others are told to come back ("Opening", decisions 2).
+
+The order is fixed so that a refusal costs little and spends nothing: the gateway's own state, then the stream limit,
+then the revocation set, and only then a token of the handshake bucket. A refusal by the bucket is an *appointment*:
+the k-th daemon refused is told to come back k/rate from now, so a herd drains at the bucket's rate and nobody polls.
+The bucket is one value; nothing in it grows with the fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from bettercompute.errors import Refused
+from bettercompute.protocol import limits, messages
+from bettercompute.protocol.statuses import Reason, refuse
+
+RATE_PER_S = 200
+"""Handshakes that one gateway's core bears beside its sessions (docs/performance.md)."""
+STREAMS_MAX = 5_000
+PENDING_HELLOS_MAX = 64
+"""Hello transactions at once. More once starved a gateway's own lease renewal until it fenced itself."""
+HORIZON_MS = 60_000
+"""No appointment further away than this: a promise must outlive neither gateway nor daemon."""
+JITTER = 0.1
+BEYOND_HORIZON_MS = (30_000, 60_000)
+ROOM_ELSEWHERE_MS = (1_000, 5_000)
+NO_ROOM_MS = (30_000, 60_000)
+DRAINING_MS = (1_000, 5_000)
+DATABASE_MS = (1_000, 5_000)
+LOOP_LAG_MAX_MS = 2_000
+JOIN_SHARE = 4
+"""Joins get at most a quarter of the tokens while sessions queue: the fleet that is there comes first."""
+JOINS_PER_SOURCE_PER_S = 20
+SOURCES_MAX = 4_096
+HELLOS_PUSHBACK_MIN_MS = 500
+HELLO_EVERY_MS = 1_000
+"""At most one Hello a second per node and gateway: a second one is delayed, not refused."""
+ROOM_SHARE = 0.05
+"""Another gateway counts as having room when more than this share of its streams is free."""
+
+
+class GatewayState(Enum):
+    """What keeps a gateway from serving anybody, checked before all else."""
+
+    SERVING = "serving"
+    STARTING = "starting"
+    NO_LEASE = "no-lease"
+    DRAINING = "draining"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayCondition:
+    """The gateway as it is when a stream arrives."""
+
+    state: GatewayState
+    loop_lag_ms: int = 0
+    streams: int = 0
+    streams_max: int = STREAMS_MAX
+    room_elsewhere: bool = False
+    """Another live gateway has more than 5 % room, by the counts in the lease rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionState:
+    """The handshake bucket and the Joins' own limits. Build it with `open_admission`."""
+
+    rate_per_s: float
+    tokens: float
+    at_ms: int
+    next_at_ms: float
+    """The last appointment given: nobody is queued when it has passed."""
+    join_tokens: float
+    """The Joins' quarter, while sessions queue."""
+    sources: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Join tokens per source with the time they were counted; full ones are dropped, so it stays small."""
+
+
+def open_admission(*, now_ms: int, rate_per_s: float = RATE_PER_S) -> AdmissionState:
+    """Return a full bucket in which nobody is queued."""
+    return AdmissionState(
+        rate_per_s=rate_per_s,
+        tokens=rate_per_s,
+        at_ms=now_ms,
+        next_at_ms=now_ms,
+        join_tokens=rate_per_s / JOIN_SHARE,
+    )
+
+
+def admit_session(
+    state: AdmissionState,
+    condition: GatewayCondition,
+    *,
+    attempt: int | None,
+    revoked: bool,
+    now_ms: int,
+    drawn: float,
+) -> tuple[AdmissionState, Refused | None]:
+    """Return the bucket after a Session stream asked to come in, and its refusal, or None when it is admitted.
+
+    `attempt` is the parsed `x-bc-attempt` (None: the header is missing), `revoked` whether the certificate's serial
+    is in the revocation set, `drawn` a number even from [0, 1).
+    """
+    refused = _refused_by_condition(condition, drawn=drawn)
+    if refused is not None:
+        return state, refused
+    if revoked:
+        return state, refuse(
+            Reason.REVOKED,
+            "the client certificate is revoked; re-join the machine with a new join token (`bcd rejoin`)",
+        )
+    state = _refilled(state, now_ms=now_ms)
+    newcomer = attempt == 0
+    if state.tokens >= 1 and not (newcomer and state.next_at_ms > now_ms):
+        return replace(state, tokens=state.tokens - 1), None
+    return _book(state, now_ms=now_ms, drawn=drawn)
+
+
+def admit_join(
+    state: AdmissionState, condition: GatewayCondition, *, source: str, now_ms: int, drawn: float
+) -> tuple[AdmissionState, Refused | None]:
+    """Return the bucket after a Join asked to come in, and its refusal, or None.
+
+    `source` is the peer's network (/64).
+    """
+    refused = _refused_by_condition(replace(condition, streams=0), drawn=drawn)
+    if refused is not None:
+        return state, refused
+    state = _refilled(state, now_ms=now_ms)
+    queue_ms = max(0.0, state.next_at_ms - now_ms)
+    source_tokens = _source_tokens(state, source, now_ms=now_ms)
+    if source_tokens < 1:
+        wait_ms = int((1 - source_tokens) / JOINS_PER_SOURCE_PER_S * 1000 * (1 + drawn)) + 1
+        return state, refuse(
+            Reason.RATE_LIMITED,
+            f"more than {JOINS_PER_SOURCE_PER_S} Joins a second from {source}; come back in {wait_ms} ms",
+            pushback_ms=wait_ms,
+        )
+    if state.tokens < 1 or (queue_ms > 0 and state.join_tokens < 1):
+        slot_ms = 1000 / state.rate_per_s
+        wait_ms = int(max(queue_ms, slot_ms) * (1 + drawn)) + 1
+        return state, refuse(
+            Reason.HANDSHAKES,
+            f"the gateway takes {state.rate_per_s:g} handshakes a second and {queue_ms:.0f} ms of sessions "
+            f"are queued; come back in {wait_ms} ms",
+            pushback_ms=min(wait_ms, limits.MAX_PUSHBACK_MS),
+        )
+    sources = _spent_source(state, source, source_tokens - 1, now_ms=now_ms)
+    join_tokens = max(0.0, state.join_tokens - 1)
+    return replace(state, tokens=state.tokens - 1, join_tokens=join_tokens, sources=sources), None
+
+
+def admit_hello(*, pending: int, recent_hello_ms: float, drawn: float, pending_max: int = PENDING_HELLOS_MAX) -> None:
+    """Refuse a Hello while `pending_max` transactions run or wait; `recent_hello_ms` is their recent median time."""
+    if pending < pending_max:
+        return
+    wait_ms = max(HELLOS_PUSHBACK_MIN_MS, int(pending * recent_hello_ms * (1 + drawn)))
+    raise refuse(
+        Reason.HELLOS,
+        f"{pending} Hello transactions are pending, at most {pending_max} are allowed; come back in {wait_ms} ms",
+        pushback_ms=min(wait_ms, limits.MAX_PUSHBACK_MS),
+    )
+
+
+def refuse_database(*, drawn: float) -> Refused:
+    """Return the refusal of a Hello whose transaction failed: the stream is always closed, no stream without a row."""
+    wait_ms = _between(DATABASE_MS, drawn)
+    return refuse(
+        Reason.DATABASE,
+        f"the database did not commit this Hello; nothing was changed; come back in {wait_ms} ms",
+        pushback_ms=wait_ms,
+    )
+
+
+def hello_delay_ms(*, last_hello_at_ms: int | None, now_ms: int) -> int:
+    """Return how long a node's Hello waits before its transaction: at most one a second per node and gateway."""
+    if last_hello_at_ms is None:
+        return 0
+    return max(0, min(HELLO_EVERY_MS, last_hello_at_ms + HELLO_EVERY_MS - now_ms))
+
+
+def has_room(*, streams: int, streams_max: int) -> bool:
+    """Say whether a gateway with these counts in its lease row counts as having room."""
+    return streams < streams_max * (1 - ROOM_SHARE)
+
+
+def check_first_frame(frame: messages.AgentFrame) -> messages.Hello:
+    """Return the Hello of a session's first frame; anything else closes the stream INVALID_ARGUMENT."""
+    case = frame.WhichOneof("frame")
+    if case != "hello":
+        raise refuse(
+            Reason.NOT_HELLO,
+            f"the first frame is {'one this gateway does not know' if case is None else repr(case)}: it must be hello",
+        )
+    return frame.hello
+
+
+def _refused_by_condition(condition: GatewayCondition, *, drawn: float) -> Refused | None:
+    match condition.state:
+        case GatewayState.STARTING:
+            return refuse(Reason.STARTING, "the gateway is starting; try again")
+        case GatewayState.NO_LEASE:
+            return refuse(Reason.NO_LEASE, "the gateway holds no lease; try again, or another gateway")
+        case GatewayState.FENCED:
+            return refuse(Reason.FENCED, "the gateway lost its lease and is fenced; try another gateway")
+        case GatewayState.DRAINING:
+            wait_ms = _between(DRAINING_MS, drawn)
+            return refuse(Reason.DRAINING, f"the gateway drains; dial another one in {wait_ms} ms", pushback_ms=wait_ms)
+        case GatewayState.SERVING:
+            pass
+    if condition.loop_lag_ms > LOOP_LAG_MAX_MS:
+        return refuse(
+            Reason.OVERLOADED,
+            f"the gateway is overloaded: its loop lags {condition.loop_lag_ms} ms, {LOOP_LAG_MAX_MS} ms are allowed; "
+            "try again",
+        )
+    if condition.streams >= condition.streams_max:
+        wait_ms = _between(ROOM_ELSEWHERE_MS if condition.room_elsewhere else NO_ROOM_MS, drawn)
+        return refuse(
+            Reason.STREAMS,
+            f"the gateway holds {condition.streams} sessions, at most {condition.streams_max} are allowed; "
+            f"{'dial another gateway' if condition.room_elsewhere else 'come back'} in {wait_ms} ms",
+            pushback_ms=wait_ms,
+        )
+    return None
+
+
+def _book(state: AdmissionState, *, now_ms: int, drawn: float) -> tuple[AdmissionState, Refused]:
+    """Give the next free slot away, or none beyond the horizon."""
+    next_at_ms = max(state.next_at_ms, now_ms) + 1000 / state.rate_per_s
+    if next_at_ms - now_ms > HORIZON_MS:
+        wait_ms = _between(BEYOND_HORIZON_MS, drawn)
+    else:
+        wait_ms = max(1, round((next_at_ms - now_ms) * (1 - JITTER + 2 * JITTER * drawn)))
+        state = replace(state, next_at_ms=next_at_ms)
+    return state, refuse(
+        Reason.HANDSHAKES,
+        f"the gateway takes {state.rate_per_s:g} handshakes a second and others are before you; come back in "
+        f"{wait_ms} ms",
+        pushback_ms=wait_ms,
+    )
+
+
+def _refilled(state: AdmissionState, *, now_ms: int) -> AdmissionState:
+    """Add what the time brought: at most one second's worth, so that an idle hour is no licence for a burst."""
+    earned = max(0, now_ms - state.at_ms) * state.rate_per_s / 1000
+    return replace(
+        state,
+        tokens=min(state.rate_per_s, state.tokens + earned),
+        join_tokens=min(state.rate_per_s / JOIN_SHARE, state.join_tokens + earned / JOIN_SHARE),
+        at_ms=max(now_ms, state.at_ms),
+    )
+
+
+def _source_tokens(state: AdmissionState, source: str, *, now_ms: int) -> float:
+    tokens, at_ms = state.sources.get(source, (float(JOINS_PER_SOURCE_PER_S), now_ms))
+    return min(float(JOINS_PER_SOURCE_PER_S), tokens + max(0, now_ms - at_ms) * JOINS_PER_SOURCE_PER_S / 1000)
+
+
+def _spent_source(state: AdmissionState, source: str, tokens: float, *, now_ms: int) -> Mapping[str, tuple[float, int]]:
+    sources = {**state.sources, source: (tokens, now_ms)}
+    if len(sources) > SOURCES_MAX:
+        # A second of silence refills a source: forgetting it changes nothing. A flood from more sources than fit is
+        # bounded by the bucket itself.
+        sources = {name: count for name, count in sources.items() if now_ms - count[1] < HELLO_EVERY_MS}
+        sources = dict(list(sources.items())[-SOURCES_MAX:])
+    return sources
+
+
+def _between(bounds_ms: tuple[int, int], drawn: float) -> int:
+    low, high = bounds_ms
+    return low + int(drawn * (high - low))
