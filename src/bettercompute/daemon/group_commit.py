@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from bettercompute.daemon.journal import (
+from bettercompute.daemon.journal import JournalDatabase
+from bettercompute.daemon.journal_files import Ballast, FolderLock, prepare_folder
+from bettercompute.daemon.journal_records import (
     LIMITS,
+    REFUSABLE,
+    EventEntry,
     JournalContents,
     JournalDamagedError,
-    JournalDatabase,
     JournalFullError,
     JournalLimits,
+    Write,
+    weight_bytes,
 )
-from bettercompute.daemon.journal_files import Ballast, FolderLock, prepare_folder
-from bettercompute.daemon.journal_records import REFUSABLE, EventEntry, Write, weight_bytes
 from bettercompute.errors import Unavailable
 from bettercompute.world import World
 
@@ -125,9 +128,9 @@ class Journal:
         self._enqueue(_Submission(writes, future))
         await future
 
-    async def result(self, command_id: str) -> bytes:
+    async def update(self, command_id: str) -> bytes:
         """Return the stored terminal `CommandUpdate` of a command, serialized; empty when there is none."""
-        return await self._read(lambda: self._database.result(command_id))
+        return await self._read(lambda: self._database.update(command_id))
 
     async def events_after(self, seq: int, *, limit: int, limit_bytes: int) -> list[EventEntry]:
         """Return the next journaled events after `seq`, at least one if there is any."""
@@ -303,10 +306,9 @@ class Journal:
             self._settle(read.future, error=error)
 
     def _end(self) -> None:
+        with self._gate:
+            self._ended = True
         self._database.close()
-        error = (
-            JournalDamagedError(self.damage) if self.damage else Unavailable("the journal is closed", reason="closed")
-        )
         left: list[asyncio.Future[Any]] = [submission.future for submission in self._waiting]
         while not self._queue.empty():
             item = self._queue.get_nowait()

@@ -8,20 +8,24 @@ id, because an older state that looks sound would run commands twice.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from bettercompute.daemon import journal_records as records
 from bettercompute.daemon.journal_files import Seal, companions, set_aside
 from bettercompute.daemon.journal_records import (
+    LIMITS,
     TABLES,
-    CancelledId,
-    CommandEntry,
     EventEntry,
+    JournalContents,
+    JournalDamagedError,
+    JournalFullError,
+    JournalLimits,
     JournalMeta,
     ProcessMark,
     Value,
@@ -29,55 +33,13 @@ from bettercompute.daemon.journal_records import (
     row_crc,
     weight_bytes,
 )
+from bettercompute.delivery.commands import CommandState
+from bettercompute.delivery.journal_rules import JournalEntry
 from bettercompute.errors import Unavailable
+from bettercompute.session import effects
 
 DATABASE_NAME = "journal.db"
 PAGE_BYTES = 4096
-
-Row = TypeVar("Row", CommandEntry, CancelledId, EventEntry)
-
-
-@dataclass(frozen=True, slots=True)
-class JournalLimits:
-    """How large the journal may grow (decisions 15)."""
-
-    max_bytes: int = 256 * 1024 * 1024
-    reserve_bytes: int = 32 * 1024 * 1024
-    """What only promised writes may use: results of every command that can be running (10 of 1 MiB), and the log."""
-    ballast_bytes: int = 16 * 1024 * 1024
-    wal_bytes: int = 4 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        """Refuse limits that leave no room for new entries."""
-        assert 0 < self.reserve_bytes < self.max_bytes, "the reserve must leave room for new entries"
-
-
-LIMITS = JournalLimits()
-
-
-class JournalFullError(Exception):
-    """There is no room: the bound is reached (`disk` False), or the disk's (`disk` True), or it cannot be written."""
-
-    def __init__(self, message: str, *, disk: bool) -> None:
-        super().__init__(message)
-        self.disk = disk
-
-
-class JournalDamagedError(Exception):
-    """What is on the disk is not what was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class JournalContents:
-    """What is known right after opening. Results stay on disk, where up to 10,000 of them belong."""
-
-    meta: JournalMeta
-    commands: tuple[CommandEntry, ...] = ()
-    cancelled: tuple[CancelledId, ...] = ()
-    processes: tuple[ProcessMark, ...] = ()
-    documents: dict[str, bytes] = field(default_factory=dict)
-    set_aside: str = ""
-    """Why a damaged journal was set aside just now, and under which name; empty when all was well."""
 
 
 # A write by a disk that is full, failing or read-only: what waiting or an operator can cure.
@@ -114,8 +76,8 @@ class JournalDatabase:
                 return self._load()
             except JournalDamagedError as error:
                 why = str(error)
-            except sqlite3.Error as error:
-                if _code(error) in _UNWRITABLE_AT_OPEN:
+            except (sqlite3.Error, OSError) as error:
+                if isinstance(error, OSError) or _code(error) in _UNWRITABLE_AT_OPEN:
                     self.close()
                     raise self._unavailable(error) from error
                 why = f"SQLite says: {error}"
@@ -126,7 +88,8 @@ class JournalDatabase:
             self.close()
             # A half-made journal promised nothing: better none than one that reads as damaged.
             for path in companions(self.path):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink()
             raise self._unavailable(error) from error
 
     def set_aside(self, stamp: str) -> str:
@@ -170,10 +133,10 @@ class JournalDatabase:
             return 0
         return self.limits.max_bytes - self.limits.reserve_bytes - pages * PAGE_BYTES
 
-    def result(self, command_id: str) -> bytes:
+    def update(self, command_id: str) -> bytes:
         """Return the stored terminal update of a command; empty when there is none."""
         row = self._row("commands", command_id)
-        return b"" if row is None else CommandEntry(*row).result  # type: ignore[arg-type]  # the CRC covers the types
+        return b"" if row is None else _entry(row).update
 
     def events_after(self, seq: int, *, limit: int, limit_bytes: int) -> list[EventEntry]:
         """Return the events that follow `seq`, as many as fit both limits, but at least one."""
@@ -251,18 +214,26 @@ class JournalDatabase:
         elif meta.commits < promised[1]:
             lost = promised[1] - meta.commits
             raise JournalDamagedError(f"the last {lost} commits, which were promised, are gone")
-        commands = tuple(
-            replace(entry, result=b"") for entry in (_entry(CommandEntry, row) for row in self._rows("commands"))
-        )
         contents = JournalContents(
             meta=meta,
-            commands=commands,
-            cancelled=tuple(_entry(CancelledId, row) for row in self._rows("cancelled")),
-            processes=tuple(ProcessMark(row[1], row[0], row[2], row[3]) for row in self._rows("processes")),  # type: ignore[arg-type]
+            commands=tuple(_without_acked_update(_entry(row)) for row in self._rows("commands")),
+            cancelled={str(row[0]): int(row[1]) for row in self._rows("cancelled")},
+            processes=tuple(
+                ProcessMark(
+                    process_group=int(row[0]), command_id=str(row[1]), start_ticks=int(row[2]), boot_id=str(row[3])
+                )
+                for row in self._rows("processes")
+            ),
             documents={str(row[0]): bytes(row[1]) for row in self._rows("documents")},  # type: ignore[arg-type]
         )
         events = sum(1 for _ in self._rows("events"))
-        found = (len(commands), len(contents.cancelled), len(contents.processes), events, len(contents.documents))
+        found = (
+            len(contents.commands),
+            len(contents.cancelled),
+            len(contents.processes),
+            events,
+            len(contents.documents),
+        )
         expected = (meta.commands, meta.cancelled, meta.processes, meta.events, meta.documents)
         if found != expected:
             names = ", ".join(f"{name} {was} of {of}" for name, was, of in zip(TABLES, found, expected, strict=True))
@@ -322,32 +293,32 @@ class JournalDatabase:
 
     def _apply_one(self, write: Write) -> None:
         match write:
-            case records.AcceptCommand(entry):
-                self._insert("commands", _values(entry))
-            case records.TakeUpCommand(command_id, attempt, accepted_by, command):
-                self._change(
-                    "commands", command_id, {"attempt": attempt, "accepted_by": accepted_by, "command": command}
-                )
-            case records.StartCommand(command_id, state, boot_id, role, version):
-                started: dict[str, Value] = {"state": state, "started": 1, "start_boot_id": boot_id, "start_role": role}
-                self._change("commands", command_id, started | {"start_version": version})
-            case records.FinishCommand(command_id, state, result, done_mark_ms):
-                done: dict[str, Value] = {"state": state, "result": result, "done_mark_ms": done_mark_ms}
+            case effects.AcceptCommand(entry, command):
+                self._insert("commands", _values(entry, command))
+            case effects.TakeUpCommand(command_id, attempt, process_id, command):
+                taken: dict[str, Value] = {"attempt": attempt, "process_id": process_id, "command": command}
+                self._change("commands", command_id, taken)
+            case effects.StartCommand(command_id, boot_id, role, daemon_version):
+                started: dict[str, Value] = {"state": int(CommandState.RUNNING), "started": 1}
+                started |= {"start_boot_id": boot_id, "start_role": role, "start_version": daemon_version}
+                self._change("commands", command_id, started)
+            case effects.FinishCommand(command_id, state, update, done_mark_ms):
+                done: dict[str, Value] = {"state": int(state), "terminal_update": update, "done_mark_ms": done_mark_ms}
                 self._change("commands", command_id, done | {"command": b""})
-            case records.AckCommands(command_ids):
+            case effects.AckCommands(command_ids):
                 for command_id in command_ids:
-                    self._change("commands", command_id, {"acked": 1, "result": b""})
-            case records.ForgetCommands(command_ids):
+                    self._change("commands", command_id, {"acked": 1})
+            case effects.ForgetCommands(command_ids):
                 for command_id in command_ids:
                     self._delete("commands", command_id)
                     self._delete("cancelled", command_id)
+            case effects.RememberCancelled(command_id, mark_ms):
+                self._insert("cancelled", (command_id, mark_ms))
             case records.NoteProcess(mark):
                 self._delete("processes", mark.process_group)  # the kernel gave a reaped group's id out again
                 self._insert("processes", (mark.process_group, mark.command_id, mark.start_ticks, mark.boot_id))
             case records.DropProcess(process_group):
                 self._delete("processes", process_group)
-            case records.RememberCancelled(cancelled):
-                self._insert("cancelled", (cancelled.command_id, cancelled.mark_ms))
             case records.PutDocument(name, body):
                 self._delete("documents", name)
                 if body:
@@ -356,18 +327,23 @@ class JournalDatabase:
                 self._apply_cursor(write)
 
     def _apply_cursor(self, write: Write) -> None:
+        meta = self.meta
         match write:
             case records.AppendEvents(events):
                 for event in events:
                     self._insert("events", (event.seq, event.event_id, event.event, int(event.recovered)))
-                    self.meta = replace(self.meta, last_event_seq=max(self.meta.last_event_seq, event.seq))
-            case records.AckEvents(seq):
+                last_seq = max((event.seq for event in events), default=0)
+                self.meta = replace(self.meta, last_event_seq=max(meta.last_event_seq, last_seq))
+            case effects.AckEvents(seq):
                 self._delete("events", seq, comparison="<=")
-                self.meta = replace(self.meta, acked_event_seq=max(self.meta.acked_event_seq, seq))
-            case records.SetCursors():
-                changes = {item.name: getattr(write, item.name) for item in fields(write)}
-                self.meta = replace(self.meta, **{name: new for name, new in changes.items() if new is not None})
-            case records.TakeNewJournalId(journal_id):
+                self.meta = replace(self.meta, acked_event_seq=max(meta.acked_event_seq, seq))
+            case effects.StoreNonces(hello_nonce, previous):
+                self.meta = replace(meta, hello_nonce=hello_nonce, previous_hello_nonce=previous)
+            case effects.StoreEpoch(last_epoch):
+                self.meta = replace(meta, last_epoch=last_epoch)
+            case effects.StoreTime(mark_ms, confirmed_ms):
+                self.meta = replace(meta, time_mark_ms=mark_ms, confirmed_ms=confirmed_ms or 0)
+            case records.RenewJournal(journal_id):
                 kept = list(self._rows("events", "ORDER BY seq"))
                 self._delete("events", 0, comparison=">=")
                 for seq, row in enumerate(kept, start=1):
@@ -408,10 +384,19 @@ def _code(error: sqlite3.Error) -> int:
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR))
 
 
-def _values(entry: CommandEntry) -> tuple[Value, ...]:
-    return tuple(int(value) if isinstance(value, bool) else value for value in astuple(entry))
+def _values(entry: JournalEntry, command: bytes) -> tuple[Value, ...]:
+    return (*(value if isinstance(value, str | bytes) else int(value) for value in astuple(entry)), command)
 
 
-def _entry(kind: Callable[..., Row], row: tuple[Value, ...]) -> Row:
-    columns = fields(kind)  # type: ignore[arg-type]  # one of our dataclasses
-    return kind(*(bool(value) if column.type == "bool" else value for column, value in zip(columns, row, strict=True)))
+def _entry(row: tuple[Value, ...]) -> JournalEntry:
+    values: dict[str, Any] = dict(zip((column.name for column in fields(JournalEntry)), row[:-1], strict=True))
+    values |= {
+        "state": CommandState(values["state"]),
+        "started": bool(values["started"]),
+        "acked": bool(values["acked"]),
+    }
+    return JournalEntry(**values)
+
+
+def _without_acked_update(entry: JournalEntry) -> JournalEntry:
+    return replace(entry, update=b"") if entry.acked else entry

@@ -7,46 +7,13 @@ column; `row_crc` covers every column of a row and its table's name, because SQL
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from bettercompute.delivery.journal_rules import JOURNAL_BYTES_MAX, JournalEntry
+from bettercompute.session.effects import AcceptCommand, FinishCommand, JournalWrite
+
 Value: TypeAlias = int | str | bytes
-
-
-@dataclass(frozen=True, slots=True)
-class CommandEntry:
-    """One command that this node accepted, until its result is acked and its id may be forgotten."""
-
-    command_id: str
-    kind: str
-    lane: int
-    attempt: int
-    state: int
-    """`CommandState` of the wire: acked, running, or the terminal state."""
-    not_after_ms: int
-    accepted_by: str
-    """The daemon process that accepted it, or took it up again at a redelivery."""
-    started: bool
-    """Written, and fsynced, before the effect begins."""
-    start_boot_id: str
-    start_role: str
-    start_version: str
-    """Boot, role and daemon version at the start: what the proofs of self-terminating kinds compare with."""
-    command: bytes
-    """The delivered `Command`, byte for byte; empty once it is done."""
-    result: bytes
-    """The terminal `CommandUpdate`, serialized; empty until it is done."""
-    done_mark_ms: int
-    """The stored server time at completion: ids are kept 24 h from here."""
-    acked: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CancelledId:
-    """A cancel for a command this node has never seen, so that its late delivery is refused."""
-
-    command_id: str
-    mark_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +52,64 @@ class JournalMeta:
     documents: int = 0
     last_epoch: int = 0
     time_mark_ms: int = 0
+    confirmed_ms: int = 0
+    """0: never confirmed."""
     hello_nonce: bytes = b""
     previous_hello_nonce: bytes = b""
     last_event_seq: int = 0
     acked_event_seq: int = 0
 
 
-# The tables, in the order of their columns; the first column is the key.
+@dataclass(frozen=True, slots=True)
+class JournalLimits:
+    """How large the journal may grow (decisions 15)."""
+
+    max_bytes: int = JOURNAL_BYTES_MAX
+    reserve_bytes: int = 32 * 1024 * 1024
+    """What only promised writes may use: results of every command that can be running (10 of 1 MiB), and the log."""
+    ballast_bytes: int = 16 * 1024 * 1024
+    wal_bytes: int = 4 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        """Refuse limits that leave no room for new entries."""
+        assert 0 < self.reserve_bytes < self.max_bytes, "the reserve must leave room for new entries"
+
+
+LIMITS = JournalLimits()
+
+
+class JournalFullError(Exception):
+    """There is no room: the bound is reached (`disk` False), or the disk's (`disk` True), or it cannot be written."""
+
+    def __init__(self, message: str, *, disk: bool) -> None:
+        super().__init__(message)
+        self.disk = disk
+
+
+class JournalDamagedError(Exception):
+    """What is on the disk is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalContents:
+    """What is known right after opening. Updates that were acked stay on disk."""
+
+    meta: JournalMeta
+    commands: tuple[JournalEntry, ...] = ()
+    cancelled: dict[str, int] = field(default_factory=dict)
+    """Ids cancelled before their delivery, with the time mark of then."""
+    processes: tuple[ProcessMark, ...] = ()
+    documents: dict[str, bytes] = field(default_factory=dict)
+    set_aside: str = ""
+    """Why a damaged journal was set aside just now, and under which name; empty when all was well."""
+
+
+# The tables, in the order of their columns; the first column is the key. A row of `commands` is a `JournalEntry` and,
+# until it is done, the delivered `Command`.
 TABLES: dict[str, tuple[str, ...]] = {
     "commands": (
-        *("command_id", "kind", "lane", "attempt", "state", "not_after_ms", "accepted_by", "started", "start_boot_id"),
-        *("start_role", "start_version", "command", "result", "done_mark_ms", "acked"),
+        *("command_id", "kind", "lane", "attempt", "state", "not_after_ms", "process_id", "started", "start_boot_id"),
+        *("start_role", "start_version", "terminal_update", "done_mark_ms", "acked", "command"),
     ),
     "cancelled": ("command_id", "mark_ms"),
     "processes": ("process_group", "command_id", "start_ticks", "boot_id"),
@@ -118,36 +132,7 @@ def row_crc(table: str, values: tuple[Value, ...]) -> int:
     return crc
 
 
-# Writes. Those in `REFUSABLE` are answered "full" at once when there is no room (the daemon says BUSY, an event is
-# dropped and counted); all others wait for room, because something already promised depends on them.
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptCommand:
-    """Keep a command that was delivered, before its ack is sent; an entry of the same id stays as it is."""
-
-    entry: CommandEntry
-
-
-@dataclass(frozen=True, slots=True)
-class TakeUpCommand:
-    """A redelivery of a command that an earlier process left unfinished: it belongs to this process now."""
-
-    command_id: str
-    attempt: int
-    accepted_by: str
-    command: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StartCommand:
-    """The effect is about to begin."""
-
-    command_id: str
-    state: int
-    boot_id: str
-    role: str
-    version: str
+# Writes beside those of the session's rules (`session.effects.JournalWrite`).
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,37 +150,6 @@ class DropProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishCommand:
-    """The terminal update, before it is sent."""
-
-    command_id: str
-    state: int
-    result: bytes
-    done_mark_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class AckCommands:
-    """The gateway has committed these results."""
-
-    command_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetCommands:
-    """These ids have been kept long enough, as done or as cancelled."""
-
-    command_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RememberCancelled:
-    """A cancel came for an id that is unknown here."""
-
-    cancelled: CancelledId
-
-
-@dataclass(frozen=True, slots=True)
 class AppendEvents:
     """Events with their sequence numbers, which the caller counts up from `JournalMeta.last_event_seq`."""
 
@@ -203,24 +157,7 @@ class AppendEvents:
 
 
 @dataclass(frozen=True, slots=True)
-class AckEvents:
-    """The gateway has committed events up to and with this one."""
-
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class SetCursors:
-    """New values of the meta row; None leaves one as it is."""
-
-    last_epoch: int | None = None
-    time_mark_ms: int | None = None
-    hello_nonce: bytes | None = None
-    previous_hello_nonce: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TakeNewJournalId:
+class RenewJournal:
     """The control plane remembers more than this journal: go on under a new id, with the same entries.
 
     The kept events are numbered anew from 1 and marked recovered: their seqs belonged to the old id.
@@ -237,36 +174,19 @@ class PutDocument:
     body: bytes
 
 
-Write: TypeAlias = (
-    AcceptCommand
-    | TakeUpCommand
-    | StartCommand
-    | NoteProcess
-    | DropProcess
-    | FinishCommand
-    | AckCommands
-    | ForgetCommands
-    | RememberCancelled
-    | AppendEvents
-    | AckEvents
-    | SetCursors
-    | TakeNewJournalId
-    | PutDocument
-)
+Write: TypeAlias = JournalWrite | NoteProcess | DropProcess | AppendEvents | RenewJournal | PutDocument
 
 REFUSABLE = (AcceptCommand, AppendEvents)
+"""What is answered "full" at once when there is no room (the daemon says BUSY, an event is dropped and counted); all
+other writes wait for room, because something already promised depends on them."""
 
 
 def weight_bytes(write: Write) -> int:
     """Return about how much a write adds to the file: what the bound is compared with before it is applied."""
     match write:
-        case AcceptCommand(entry):
-            return 512 + len(entry.command)
-        case FinishCommand(result=result):
-            return 512 + len(result)
+        case AcceptCommand(command=body) | FinishCommand(update=body) | PutDocument(body=body):
+            return 512 + len(body)
         case AppendEvents(events):
             return sum(128 + len(event.event) for event in events)
-        case PutDocument(body=body):
-            return 128 + len(body)
         case _:
             return 256

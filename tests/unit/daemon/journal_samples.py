@@ -7,20 +7,24 @@ import signal
 import sys
 from pathlib import Path
 
-from bettercompute.daemon.journal import JournalDatabase, JournalLimits
+from bettercompute.daemon.journal import JournalDatabase
 from bettercompute.daemon.journal_records import (
+    AppendEvents,
+    EventEntry,
+    JournalLimits,
+    NoteProcess,
+    ProcessMark,
+    Write,
+)
+from bettercompute.delivery.commands import CommandState
+from bettercompute.delivery.journal_rules import JournalEntry
+from bettercompute.session.effects import (
     AcceptCommand,
     AckCommands,
     AckEvents,
-    AppendEvents,
-    CommandEntry,
-    EventEntry,
     FinishCommand,
     ForgetCommands,
-    NoteProcess,
-    ProcessMark,
     StartCommand,
-    Write,
 )
 
 SMALL = JournalLimits(
@@ -28,25 +32,21 @@ SMALL = JournalLimits(
 )
 
 
-def entry(command_id: str, *, command: bytes = b"body", **changes: object) -> CommandEntry:
+def entry(command_id: str, **changes: object) -> JournalEntry:
     values: dict[str, object] = {
         "command_id": command_id,
         "kind": "inventory.refresh",
         "lane": 1,
         "attempt": 1,
-        "state": 3,
+        "state": CommandState.ACKED,
         "not_after_ms": 1_000,
-        "accepted_by": "process-1",
-        "started": False,
-        "start_boot_id": "",
-        "start_role": "",
-        "start_version": "",
-        "command": command,
-        "result": b"",
-        "done_mark_ms": 0,
-        "acked": False,
+        "process_id": "process-1",
     }
-    return CommandEntry(**(values | changes))  # type: ignore[arg-type]
+    return JournalEntry(**(values | changes))  # type: ignore[arg-type]
+
+
+def accept(command_id: str, command: bytes = b"body") -> AcceptCommand:
+    return AcceptCommand(entry(command_id), command)
 
 
 def event(seq: int, body: bytes = b"event") -> EventEntry:
@@ -59,10 +59,13 @@ def story(count: int) -> list[tuple[Write, ...]]:
     for number in range(count):
         name = f"command-{number:04}"
         steps += [
-            (AcceptCommand(entry(name, command=b"c" * (number % 7) * 500)),),
-            (StartCommand(name, 4, "boot-1", "node", "0.1.0"), AppendEvents((event(2 * number + 1),))),
+            (accept(name, b"c" * (number % 7) * 500),),
+            (StartCommand(name, "boot-1", 1, "0.1.0"), AppendEvents((event(2 * number + 1),))),
             (NoteProcess(ProcessMark(name, 1000 + number, 77, "boot-1")),),
-            (FinishCommand(name, 5, b"r" * (number % 5) * 700, 5_000), AppendEvents((event(2 * number + 2),))),
+            (
+                FinishCommand(name, CommandState.SUCCEEDED, b"r" * (number % 5) * 700, 5_000),
+                AppendEvents((event(2 * number + 2),)),
+            ),
         ]
         if number % 3:
             steps += [(AckCommands((name,)), AckEvents(2 * number)), (ForgetCommands((name,)),)]
@@ -111,7 +114,7 @@ class MortalJournal(JournalDatabase):
 
 
 def main() -> None:
-    """Write the story into the folder argv[1], dying at boundary argv[2]; print each step's number once it is promised."""
+    """Write the story into the folder argv[1], dying at boundary argv[2]; print each promised step's number."""
     MortalJournal.lives = int(sys.argv[2])
     database, _ = open_journal(Path(sys.argv[1]), MortalJournal)
     for number, writes in enumerate(story(8)):

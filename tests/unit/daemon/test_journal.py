@@ -14,65 +14,72 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.journal_samples import SMALL, entry, event, open_journal, story
+from tests.unit.daemon.journal_samples import SMALL, accept, entry, event, open_journal, story
 
-from bettercompute.daemon.journal import JournalDamagedError, JournalFullError
 from bettercompute.daemon.journal_files import companions
 from bettercompute.daemon.journal_records import (
     TABLES,
-    AcceptCommand,
-    AckCommands,
-    AckEvents,
     AppendEvents,
-    CancelledId,
-    CommandEntry,
     DropProcess,
     EventEntry,
-    FinishCommand,
-    ForgetCommands,
+    JournalDamagedError,
+    JournalFullError,
     NoteProcess,
     ProcessMark,
     PutDocument,
-    RememberCancelled,
-    SetCursors,
-    StartCommand,
-    TakeNewJournalId,
-    TakeUpCommand,
+    RenewJournal,
     row_crc,
 )
+from bettercompute.delivery.commands import CommandState
+from bettercompute.delivery.journal_rules import JournalEntry
 from bettercompute.errors import Unavailable
+from bettercompute.session.effects import (
+    AckCommands,
+    AckEvents,
+    FinishCommand,
+    ForgetCommands,
+    RememberCancelled,
+    StartCommand,
+    StoreEpoch,
+    StoreNonces,
+    StoreTime,
+    TakeUpCommand,
+)
 
 
 def state_of(folder: Path):
     """Everything a journal says, independent of its counters of commits."""
     database, contents = open_journal(folder)
-    results = {command.command_id: database.result(command.command_id) for command in contents.commands}
+    updates = {command.command_id: database.update(command.command_id) for command in contents.commands}
     events = database.events_after(0, limit=10_000, limit_bytes=1 << 30)
     database.close()
     meta = replace(contents.meta, commits=0, birth=b"", journal_id="")
-    return meta, contents.commands, contents.cancelled, contents.processes, contents.documents, results, events
+    return meta, contents.commands, contents.cancelled, contents.processes, contents.documents, updates, events
 
 
 def test_a_command_is_kept_through_its_life(tmp_path: Path) -> None:
     database, contents = open_journal(tmp_path)
     assert contents.set_aside == ""
     assert contents.commands == ()
-    database.apply([AcceptCommand(entry("a")), AcceptCommand(entry("a", command=b"another body"))])
+    database.apply([accept("a"), accept("a", b"another body")])
     database.apply([TakeUpCommand("a", 2, "process-2", b"signed anew")])
-    database.apply([StartCommand("a", 4, "boot-1", "node", "0.1.0")])
+    database.apply([StartCommand("a", "boot-1", 1, "0.1.0")])
     database.close()
     database, contents = open_journal(tmp_path)
-    started = entry("a", attempt=2, accepted_by="process-2", command=b"signed anew", state=4, started=True)
-    started = replace(started, start_boot_id="boot-1", start_role="node", start_version="0.1.0")
+    started = entry("a", attempt=2, process_id="process-2", state=CommandState.RUNNING, started=True)
+    started = replace(started, start_boot_id="boot-1", start_role=1, start_version="0.1.0")
     assert contents.commands == (started,)
-    database.apply([FinishCommand("a", 5, b"result", 9_000)])
-    assert database.result("a") == b"result"
+    database.apply([FinishCommand("a", CommandState.SUCCEEDED, b"the update", 9_000)])
     database.close()
     database, contents = open_journal(tmp_path)
-    assert contents.commands == (replace(started, state=5, command=b"", done_mark_ms=9_000),)
-    assert database.result("a") == b"result"
+    done = replace(started, state=CommandState.SUCCEEDED, update=b"the update", done_mark_ms=9_000)
+    assert contents.commands == (done,)
     database.apply([AckCommands(("a", "unknown"))])
-    assert database.result("a") == b""
+    database.close()
+    database, contents = open_journal(tmp_path)
+    assert contents.commands == (replace(done, acked=True, update=b""),)
+    assert database.update("a") == b"the update"
+    assert database.update("unknown") == b""
     database.apply([ForgetCommands(("a", "unknown"))])
     assert database.meta.commands == 0
     database.close()
@@ -81,23 +88,21 @@ def test_a_command_is_kept_through_its_life(tmp_path: Path) -> None:
 
 def test_cursors_documents_processes_and_cancelled_ids_are_kept(tmp_path: Path) -> None:
     database, _ = open_journal(tmp_path)
-    database.apply(
-        [SetCursors(last_epoch=7, time_mark_ms=55), SetCursors(hello_nonce=b"new", previous_hello_nonce=b"old")]
-    )
+    database.apply([StoreEpoch(7), StoreTime(55, None), StoreNonces(b"new", b"old")])
     database.apply([PutDocument("spec", b"one"), PutDocument("spec", b"two"), PutDocument("gone", b"x")])
     database.apply([PutDocument("gone", b"")])
     database.apply([NoteProcess(ProcessMark("a", 10, 1, "b")), NoteProcess(ProcessMark("c", 10, 2, "b"))])
     database.apply([NoteProcess(ProcessMark("d", 11, 3, "b")), DropProcess(11)])
-    database.apply(
-        [RememberCancelled(CancelledId("x", 5)), RememberCancelled(CancelledId("y", 6)), ForgetCommands(("y",))]
-    )
+    database.apply([RememberCancelled("x", 5), RememberCancelled("y", 6), ForgetCommands(("y",))])
     database.close()
     database, contents = open_journal(tmp_path)
-    assert (contents.meta.last_epoch, contents.meta.time_mark_ms) == (7, 55)
+    assert (contents.meta.last_epoch, contents.meta.time_mark_ms, contents.meta.confirmed_ms) == (7, 55, 0)
     assert (contents.meta.hello_nonce, contents.meta.previous_hello_nonce) == (b"new", b"old")
     assert contents.documents == {"spec": b"two"}
     assert contents.processes == (ProcessMark("c", 10, 2, "b"),)
-    assert contents.cancelled == (CancelledId("x", 5),)
+    assert contents.cancelled == {"x": 5}
+    database.apply([StoreTime(60, 59)])
+    assert database.meta.confirmed_ms == 59
     database.close()
 
 
@@ -116,8 +121,8 @@ def test_events_are_given_out_in_order_within_both_limits(tmp_path: Path) -> Non
 
 def test_a_new_journal_id_keeps_entries_and_marks_events_recovered(tmp_path: Path) -> None:
     database, _ = open_journal(tmp_path)
-    database.apply([AcceptCommand(entry("a")), AppendEvents(tuple(event(seq) for seq in range(1, 6))), AckEvents(3)])
-    database.apply([TakeNewJournalId("journal-new")])
+    database.apply([accept("a"), AppendEvents(tuple(event(seq) for seq in range(1, 6))), AckEvents(3)])
+    database.apply([RenewJournal("journal-new")])
     database.close()
     database, contents = open_journal(tmp_path)
     assert contents.meta.journal_id == "journal-new"
@@ -130,7 +135,7 @@ def test_a_new_journal_id_keeps_entries_and_marks_events_recovered(tmp_path: Pat
 
 def test_files_are_private(tmp_path: Path) -> None:
     database, _ = open_journal(tmp_path)
-    database.apply([AcceptCommand(entry("a"))])
+    database.apply([accept("a")])
     for path in companions(database.path):
         if path.exists():
             assert path.stat().st_mode & 0o777 == 0o600, path
@@ -140,9 +145,9 @@ def test_files_are_private(tmp_path: Path) -> None:
 def test_a_group_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     database, _ = open_journal(tmp_path)
     with pytest.raises(AssertionError, match="unknown write"):
-        database.apply([AcceptCommand(entry("a")), "not a write"])  # type: ignore[list-item]
+        database.apply([accept("a"), "not a write"])
     assert database.meta.commands == 0
-    database.apply([AcceptCommand(entry("b"))])
+    database.apply([accept("b")])
     database.close()
     assert [command.command_id for command in open_journal(tmp_path)[1].commands] == ["b"]
 
@@ -219,7 +224,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
 def check_damage(source: Path, folder: Path, expected: object) -> bool:
     """Open the damaged copy: it is whole, or it is set aside and stays usable. Return whether it was set aside."""
     database, contents = open_journal(folder)
-    database.apply([SetCursors(last_epoch=contents.meta.last_epoch)])
+    database.apply([StoreEpoch(contents.meta.last_epoch)])
     database.close()
     if contents.set_aside:
         assert contents.commands == ()
@@ -304,7 +309,7 @@ def test_a_foreign_file_is_set_aside(tmp_path: Path) -> None:
 
 def test_a_row_moved_between_tables_or_vanished_is_noticed(tmp_path: Path) -> None:
     database, _ = open_journal(tmp_path)
-    database.apply([AcceptCommand(entry("a")), AcceptCommand(entry("b"))])
+    database.apply([accept("a"), accept("b")])
     database.close()
     connection = sqlite3.connect(tmp_path / "journal.db")
     connection.execute("DELETE FROM commands WHERE command_id = 'b'")
@@ -325,13 +330,13 @@ def test_the_bound_is_kept_and_leaves_room_for_results(tmp_path: Path) -> None:
     database, _ = open_journal(tmp_path)
     accepted = 0
     while database.room_bytes() > 60_000:
-        database.apply([AcceptCommand(entry(f"c{accepted}", command=b"x" * 50_000))])
+        database.apply([accept(f"c{accepted}", b"x" * 50_000)])
         accepted += 1
     for number in range(5):
-        database.apply([FinishCommand(f"c{number}", 5, b"r" * 60_000, 1)])
+        database.apply([FinishCommand(f"c{number}", CommandState.SUCCEEDED, b"r" * 60_000, 1)])
+    beyond = [accept(f"c{number}", b"x" * 50_000) for number in range(accepted, accepted + 100)]
     with pytest.raises(JournalFullError, match="reached its bound of 2097152 bytes") as caught:
-        for number in range(accepted, accepted + 100):
-            database.apply([AcceptCommand(entry(f"c{number}", command=b"x" * 50_000))])
+        database.apply(beyond)
     assert not caught.value.disk
     assert database.path.stat().st_size <= SMALL.max_bytes
     database.apply([ForgetCommands(tuple(f"c{number}" for number in range(accepted)))])
@@ -342,27 +347,22 @@ def test_the_bound_is_kept_and_leaves_room_for_results(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_apart_and_rolled_back(tmp_path: Path) -> None:
     database, _ = open_journal(tmp_path)
-    database.apply([AcceptCommand(entry("a"))])
+    database.apply([accept("a")])
     wal = database.path.with_name("journal.db-wal")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = _ignore_file_size_signal()
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (wal.stat().st_size, hard))
     try:
         with pytest.raises(JournalFullError) as caught:
-            database.apply([AcceptCommand(entry("b", command=b"x" * 100_000))])
+            database.apply([accept("b", b"x" * 100_000)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        previous()
+        signal.signal(signal.SIGXFSZ, old)
     assert caught.value.disk
     assert database.meta.commands == 1
-    database.apply([AcceptCommand(entry("c"))])
+    database.apply([accept("c")])
     database.close()
     assert [command.command_id for command in open_journal(tmp_path)[1].commands] == ["a", "c"]
-
-
-def _ignore_file_size_signal():
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    return lambda: signal.signal(signal.SIGXFSZ, old)
 
 
 def test_damage_found_while_in_use_is_an_error_of_its_own(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_damage_found_while_in_use_is_an_error_of_its_own(tmp_path: Path) -> Non
 
 def test_a_journal_in_use_elsewhere_is_not_taken_for_damaged(tmp_path: Path) -> None:
     database, _ = open_journal(tmp_path)
-    database.apply([AcceptCommand(entry("a"))])
+    database.apply([accept("a")])
     with pytest.raises(Unavailable, match="database is locked"):
         open_journal(tmp_path)
     database.close()
@@ -392,6 +392,7 @@ def test_the_checksum_tells_types_lengths_and_tables_apart() -> None:
 
 
 def test_columns_are_those_of_the_entries() -> None:
-    assert TABLES["commands"] == tuple(column.name for column in fields(CommandEntry))
+    columns = [column.name for column in fields(JournalEntry)]
+    columns[columns.index("update")] = "terminal_update"
+    assert TABLES["commands"] == (*columns, "command")
     assert TABLES["events"] == tuple(column.name for column in fields(EventEntry))
-    assert TABLES["cancelled"] == tuple(column.name for column in fields(CancelledId))
