@@ -254,14 +254,19 @@ def _check_payload(path: str, text: str) -> None:
     try:
         value = _JSON.decode(text)
         if "\\u" in text:
-            # A lone surrogate, which Python reads and UTF-8 cannot say.
-            json.dumps(value, ensure_ascii=False).encode()
+            _refuse_escapes(text, value)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{path} is no JSON that can be stored: {error}") from error
     if not isinstance(value, dict):
         raise ProtocolError(f"{path} is a JSON {type(value).__name__}: it must be an object")
+
+
+def _refuse_escapes(text: str, value: object) -> None:
+    """Refuse what JSON can escape and the store cannot hold: a NUL, and half of a surrogate pair."""
     if _JSON_NUL.search(text):
-        raise ProtocolError(f"{path} holds a NUL character, which no text of the store can hold: leave it out")
+        raise ValueError("it holds a NUL character")
+    # Python reads a lone surrogate, and UTF-8 has no bytes for it.
+    json.dumps(value, ensure_ascii=False).encode()
 
 
 def _parse_float(text: str) -> float:
