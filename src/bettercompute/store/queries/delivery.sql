@@ -1,0 +1,282 @@
+-- Delivery: facts of all sessions in batches, dispatch, put-back. Lock order: node_sessions, nodes, commands, inserts.
+
+-- name: delivery.store_command_facts
+-- fact
+WITH said AS MATERIALIZED (
+  SELECT u.*
+  FROM unnest(:command_ids::text[], :node_ids::text[], :states::smallint[], :saw_acked::boolean[],
+    :saw_running::boolean[], :reasons::text[], :messages::text[], :results::bytea[], :signatures::bytea[],
+    :unauthenticated::boolean[], :outbox_ids::text[])
+    AS u (id, node_id, state, saw_acked, saw_running, reason, message, result, signature, unauthenticated, outbox_id)
+), held AS MATERIALIZED (
+  SELECT c.id, c.state FROM commands c JOIN said ON said.id = c.id
+  WHERE c.node_id = said.node_id
+  ORDER BY c.id
+  FOR NO KEY UPDATE OF c
+), moved AS (
+  -- A higher state is news, a lower one is old, and a terminal one is final (delivery.commands.FACT_MERGE).
+  UPDATE commands c
+  SET state = said.state,
+    acked_at = CASE WHEN said.saw_acked OR said.saw_running THEN coalesce(c.acked_at, compute_now()) ELSE c.acked_at END,
+    running_at = CASE WHEN said.saw_running THEN coalesce(c.running_at, compute_now()) ELSE c.running_at END,
+    finished_at = CASE WHEN said.state >= 5 THEN compute_now() END,
+    reason = said.reason, message = said.message, result = said.result, update_signature = said.signature,
+    unauthenticated = said.unauthenticated
+  FROM held, said
+  WHERE c.id = held.id AND said.id = held.id AND held.state < 5 AND said.state > held.state
+  RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id, said.outbox_id
+), told AS (
+  INSERT INTO outbox (id, type, node_id, payload)
+  SELECT outbox_id, :event_type, node_id,
+    jsonb_build_object('commandId', id, 'kind', kind, 'state', state, 'reason', reason, 'batchId', batch_id)
+  FROM moved WHERE state >= 5 ORDER BY outbox_id
+)
+SELECT (SELECT count(*) FROM moved) AS moved,
+  (SELECT count(*) FROM said JOIN held USING (id) WHERE held.state < 5 AND said.state < held.state) AS backwards,
+  (SELECT count(*) FROM said LEFT JOIN held USING (id) WHERE said.state >= 5 AND (held.state IS NULL OR held.state >= 5))
+    AS late,
+  (SELECT count(pg_notify(u.channel, u.payload))
+   FROM unnest(:notify_channels::text[], :notify_payloads::text[]) AS u (channel, payload)) AS notified;
+
+-- name: delivery.store_events
+-- fact
+WITH batches AS MATERIALIZED (
+  SELECT u.* FROM unnest(:node_ids::text[], :journal_ids::text[], :first_seqs::bigint[], :last_seqs::bigint[])
+    AS u (node_id, journal_id, first_seq, last_seq)
+), locked AS MATERIALIZED (
+  SELECT s.node_id, s.journal_id, s.acked_event_seq FROM node_sessions s
+  WHERE s.node_id IN (SELECT node_id FROM batches)
+  ORDER BY s.node_id
+  FOR NO KEY UPDATE OF s
+), stored AS (
+  INSERT INTO node_events (node_id, journal_id, seq, event_id, type, occurred_at, recovered, payload)
+  SELECT locked.node_id, u.journal_id, u.seq, u.event_id, u.type, at_ms(u.occurred_at_ms), u.recovered, u.payload
+  FROM unnest(:event_node_ids::text[], :event_journal_ids::text[], :seqs::bigint[], :event_ids::text[], :types::text[],
+    :occurred_at_ms::bigint[], :recovered::boolean[], :payloads::bytea[])
+    AS u (node_id, journal_id, seq, event_id, type, occurred_at_ms, recovered, payload)
+  JOIN locked ON locked.node_id = u.node_id
+  ORDER BY u.node_id, u.journal_id, u.seq
+  ON CONFLICT DO NOTHING
+  RETURNING node_id
+), raised AS (
+  -- Only for the journal that the row names, and never past a gap.
+  UPDATE node_sessions s SET acked_event_seq = b.last_seq
+  FROM locked, batches b
+  WHERE s.node_id = locked.node_id AND b.node_id = locked.node_id AND b.journal_id = locked.journal_id
+    AND b.first_seq <= locked.acked_event_seq + 1 AND b.last_seq > locked.acked_event_seq
+  RETURNING s.node_id
+)
+SELECT b.node_id, b.journal_id,
+  (CASE WHEN locked.journal_id IS DISTINCT FROM b.journal_id THEN 0
+        WHEN b.first_seq <= locked.acked_event_seq + 1 THEN greatest(b.last_seq, locked.acked_event_seq)
+        ELSE locked.acked_event_seq END)::bigint AS acked_event_seq,
+  (SELECT count(*) FROM stored) AS stored, (SELECT count(*) FROM raised) AS raised
+FROM batches b LEFT JOIN locked ON locked.node_id = b.node_id;
+
+-- name: delivery.store_statuses
+-- fact
+WITH said AS MATERIALIZED (
+  SELECT u.*
+  FROM unnest(:node_ids::text[], :observed::bigint[], :applied::bigint[], :reports::bytea[], :trust_versions::bigint[],
+    :approver_epochs::bigint[], :approver_sha256s::bytea[])
+    AS u (node_id, observed, applied, report, trust_version, approver_epoch, approver_sha256)
+), sessions_locked AS MATERIALIZED (
+  SELECT s.node_id FROM node_sessions s
+  WHERE s.node_id IN (SELECT node_id FROM said WHERE trust_version > 0)
+  ORDER BY s.node_id
+  FOR NO KEY UPDATE OF s
+), trusted AS (
+  -- A report only ever raises it, and an older report never pairs an old approver set with a newer version.
+  UPDATE node_sessions s
+  SET trust_version = said.trust_version, approver_set_epoch = said.approver_epoch,
+    approver_set_sha256 = said.approver_sha256
+  FROM sessions_locked, said
+  WHERE s.node_id = sessions_locked.node_id AND said.node_id = s.node_id AND said.trust_version >= s.trust_version
+), nodes_locked AS MATERIALIZED (
+  SELECT n.node_id FROM nodes n
+  WHERE n.node_id IN (SELECT node_id FROM said) AND (SELECT count(*) FROM sessions_locked) >= 0
+  ORDER BY n.node_id
+  FOR NO KEY UPDATE OF n
+), raised AS (
+  UPDATE nodes n
+  SET observed_generation = greatest(n.observed_generation, said.observed, said.applied),
+    applied_generation = greatest(n.applied_generation, said.applied)
+  FROM nodes_locked, said
+  WHERE n.node_id = nodes_locked.node_id AND said.node_id = n.node_id
+    AND (said.observed > n.observed_generation OR said.applied > n.applied_generation)
+), kept AS (
+  INSERT INTO node_status (node_id, report)
+  SELECT nodes_locked.node_id, said.report FROM nodes_locked JOIN said USING (node_id)
+  WHERE said.report IS NOT NULL ORDER BY node_id
+  ON CONFLICT (node_id) DO UPDATE SET report = excluded.report, received_at = compute_now()
+), gone AS (
+  DELETE FROM node_conditions d
+  WHERE d.source = 'daemon'
+    AND d.node_id IN (SELECT node_id FROM nodes_locked JOIN said USING (node_id) WHERE said.report IS NOT NULL)
+    AND NOT EXISTS (
+      SELECT FROM unnest(:condition_node_ids::text[], :condition_types::text[]) AS u (node_id, type)
+      WHERE u.node_id = d.node_id AND u.type = d.type)
+), conditions AS (
+  INSERT INTO node_conditions AS d (node_id, type, source, status, reason, message, changed_at)
+  SELECT nodes_locked.node_id, u.type, 'daemon', u.status, u.reason, u.message, compute_now()
+  FROM unnest(:condition_node_ids::text[], :condition_types::text[], :condition_statuses::text[],
+    :condition_reasons::text[], :condition_messages::text[]) AS u (node_id, type, status, reason, message)
+  JOIN nodes_locked ON nodes_locked.node_id = u.node_id
+  ORDER BY u.node_id, u.type
+  ON CONFLICT (node_id, type) DO UPDATE
+  SET status = excluded.status, reason = excluded.reason, message = excluded.message, updated_at = compute_now(),
+    changed_at = CASE WHEN d.status = excluded.status THEN d.changed_at ELSE compute_now() END
+  WHERE d.source = 'daemon'
+)
+SELECT count(*) AS nodes FROM nodes_locked;
+
+-- name: delivery.store_inventory
+-- fact
+WITH nodes_known AS MATERIALIZED (
+  SELECT n.node_id FROM nodes n
+  WHERE n.node_id = ANY (:section_node_ids::text[]) OR n.node_id = ANY (:hash_node_ids::text[])
+), sections AS (
+  INSERT INTO inventory_sections AS i (node_id, section, sha256, body)
+  SELECT u.node_id, u.section, u.sha256, u.body
+  FROM unnest(:section_node_ids::text[], :sections::text[], :section_sha256s::bytea[], :bodies::bytea[])
+    AS u (node_id, section, sha256, body)
+  JOIN nodes_known ON nodes_known.node_id = u.node_id
+  ORDER BY u.node_id, u.section
+  ON CONFLICT (node_id, section) DO UPDATE
+  SET sha256 = excluded.sha256, body = excluded.body, received_at = compute_now()
+), hashes AS (
+  INSERT INTO inventory_hashes AS h (node_id, section, sha256)
+  SELECT u.node_id, u.section, u.sha256
+  FROM unnest(:hash_node_ids::text[], :hash_sections::text[], :hash_sha256s::bytea[]) AS u (node_id, section, sha256)
+  JOIN nodes_known ON nodes_known.node_id = u.node_id
+  ORDER BY u.node_id, u.section
+  ON CONFLICT (node_id, section) DO UPDATE SET sha256 = excluded.sha256, reported_at = compute_now()
+  WHERE h.sha256 <> excluded.sha256
+)
+SELECT count(*) AS nodes FROM nodes_known;
+
+-- name: delivery.dispatch
+-- fenced
+WITH asked AS MATERIALIZED (
+  SELECT u.*
+  FROM unnest(:node_ids::text[], :session_ids::text[], :session_epochs::bigint[], :lanes::smallint[],
+    :pending_limits::int[], :kinds::text[], :signed_only::boolean[])
+    AS u (node_id, session_id, session_epoch, lane, pending_limit, kinds, signed_only)
+), routed AS MATERIALIZED (
+  -- Shared, so that a Hello that takes the node over waits for these marks, or these wait and find a newer epoch.
+  SELECT s.node_id, s.session_id, s.session_epoch, s.boot_id FROM node_sessions s
+  WHERE (s.node_id, s.session_id, s.session_epoch) IN (SELECT node_id, session_id, session_epoch FROM asked)
+    AND s.gateway_id = :gateway_id AND (SELECT holds_lease(:gateway_id, :lease_token))
+  ORDER BY s.node_id
+  FOR SHARE OF s
+), chosen AS MATERIALIZED (
+  SELECT pending.id
+  FROM routed JOIN asked ON asked.node_id = routed.node_id
+  CROSS JOIN LATERAL (
+    SELECT c.id FROM commands c
+    WHERE c.node_id = routed.node_id AND c.lane = asked.lane AND c.state = 1 AND c.cancel_requested_at IS NULL
+      AND (c.not_before IS NULL OR c.not_before <= compute_now()) AND c.not_after > compute_now()
+      AND (asked.kinds IS NULL OR c.kind = ANY (string_to_array(asked.kinds, ',')))
+      AND (NOT asked.signed_only OR c.signature IS NOT NULL)
+    ORDER BY c.seq
+    LIMIT asked.pending_limit) pending
+  UNION ALL
+  SELECT held.id FROM routed JOIN unnest(:held_node_ids::text[], :held_ids::text[]) AS held (node_id, id)
+    ON held.node_id = routed.node_id
+), locked AS MATERIALIZED (
+  SELECT c.id FROM commands c JOIN chosen ON chosen.id = c.id
+  WHERE c.cancel_requested_at IS NULL AND c.state IN (1, 2, 3, 4)
+  ORDER BY c.id
+  FOR NO KEY UPDATE OF c
+)
+UPDATE commands c
+SET state = greatest(c.state, 2), session_id = routed.session_id, session_epoch = routed.session_epoch,
+  attempt = c.attempt + 1, sent_boot_id = routed.boot_id, dispatched_at = compute_now()
+FROM locked, routed
+WHERE c.id = locked.id AND routed.node_id = c.node_id
+  AND (c.state = 1 OR (c.state IN (2, 3, 4) AND c.session_id = routed.session_id AND c.session_epoch = routed.session_epoch))
+RETURNING c.id, c.node_id, c.session_id, c.kind, c.lane, c.seq, c.attempt, c.state, c.body, c.signature;
+
+-- name: delivery.put_back
+-- fenced
+WITH said AS MATERIALIZED (
+  SELECT u.*
+  FROM unnest(:command_ids::text[], :node_ids::text[], :session_ids::text[], :session_epochs::bigint[], :attempts::int[],
+    :back_offs_ms::bigint[], :outbox_ids::text[])
+    AS u (id, node_id, session_id, session_epoch, attempt, back_off_ms, outbox_id)
+), routed AS MATERIALIZED (
+  SELECT s.node_id FROM node_sessions s
+  WHERE (s.node_id, s.session_id, s.session_epoch) IN (SELECT node_id, session_id, session_epoch FROM said)
+    AND s.gateway_id = :gateway_id AND (SELECT holds_lease(:gateway_id, :lease_token))
+  ORDER BY s.node_id
+  FOR SHARE OF s
+), locked AS MATERIALIZED (
+  SELECT c.id, said.back_off_ms, said.outbox_id
+  FROM commands c JOIN said ON said.id = c.id JOIN routed ON routed.node_id = said.node_id
+  WHERE c.node_id = said.node_id AND c.state = 2 AND c.session_id = said.session_id
+    AND c.session_epoch = said.session_epoch AND c.attempt = said.attempt
+  ORDER BY c.id
+  FOR NO KEY UPDATE OF c
+), back AS (
+  UPDATE commands c
+  SET state = CASE WHEN c.cancel_requested_at IS NULL THEN 1 ELSE 7 END,
+    session_id = NULL, session_epoch = NULL, busy_count = c.busy_count + 1,
+    not_before = compute_now() + ms(locked.back_off_ms),
+    reason = CASE WHEN c.cancel_requested_at IS NULL THEN c.reason ELSE 'cancelled' END,
+    message = CASE WHEN c.cancel_requested_at IS NULL THEN c.message ELSE 'cancelled before the node accepted it' END,
+    finished_at = CASE WHEN c.cancel_requested_at IS NULL THEN NULL ELSE compute_now() END
+  FROM locked
+  WHERE c.id = locked.id
+  RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id, locked.outbox_id
+), told AS (
+  INSERT INTO outbox (id, type, node_id, payload)
+  SELECT outbox_id, :event_type, node_id,
+    jsonb_build_object('commandId', id, 'kind', kind, 'state', state, 'reason', reason, 'batchId', batch_id)
+  FROM back WHERE state >= 5 ORDER BY outbox_id
+)
+SELECT id, node_id, state FROM back;
+
+-- name: delivery.cancels_of
+-- other: reads the cancels that the sessions of these nodes have not been told of yet
+SELECT c.id, c.node_id, c.cancel_reason
+FROM commands c
+WHERE c.node_id = ANY (:node_ids::text[]) AND c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4)
+ORDER BY c.node_id, c.seq;
+
+-- name: delivery.nodes_with_work
+-- other: the poll behind the notifications: nodes of this gateway with something to send
+SELECT s.node_id FROM node_sessions s
+WHERE s.gateway_id = :gateway_id AND EXISTS (
+  SELECT FROM commands c
+  WHERE c.node_id = s.node_id AND c.state = 1 AND c.cancel_requested_at IS NULL
+    AND (c.not_before IS NULL OR c.not_before <= compute_now()) AND c.not_after > compute_now())
+UNION
+SELECT s.node_id FROM commands c JOIN node_sessions s ON s.node_id = c.node_id
+WHERE c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4) AND s.gateway_id = :gateway_id;
+
+-- name: delivery.expire
+-- other: a controller's move of pending commands whose deadline has passed, which no session has anything to do with
+WITH overdue AS MATERIALIZED (
+  SELECT c.id FROM commands c
+  WHERE c.state = 1 AND c.not_after <= compute_now()
+  ORDER BY c.not_after
+  LIMIT :batch
+), locked AS MATERIALIZED (
+  SELECT c.id FROM commands c JOIN overdue ON overdue.id = c.id
+  WHERE c.state = 1 AND c.not_after <= compute_now()
+  ORDER BY c.id
+  FOR NO KEY UPDATE OF c
+), expired AS (
+  UPDATE commands c
+  SET state = 8, finished_at = compute_now(), reason = 'expired', message = :message
+  FROM locked WHERE c.id = locked.id
+  RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id
+), told AS (
+  INSERT INTO outbox (id, type, node_id, payload)
+  SELECT numbered.outbox_id, :event_type, e.node_id,
+    jsonb_build_object('commandId', e.id, 'kind', e.kind, 'state', e.state, 'reason', e.reason, 'batchId', e.batch_id)
+  FROM (SELECT *, row_number() OVER (ORDER BY id) AS n FROM expired) e
+  JOIN unnest(:outbox_ids::text[]) WITH ORDINALITY AS numbered (outbox_id, n) ON numbered.n = e.n
+  ORDER BY numbered.outbox_id
+)
+SELECT id, node_id FROM expired;
