@@ -86,7 +86,7 @@ class Merge(StrEnum):
     """A terminal state for a command that has ended: acked, counted and dropped."""
 
 
-_REPORTABLE = (
+REPORTABLE = (
     CommandState.ACKED,
     CommandState.RUNNING,
     CommandState.SUCCEEDED,
@@ -108,7 +108,7 @@ FACT_MERGE: Mapping[tuple[CommandState, CommandState], Merge] = {
     (stored, reported): _merge(stored, reported)
     for stored in CommandState
     if stored is not CommandState.REJECTED
-    for reported in _REPORTABLE
+    for reported in REPORTABLE
 }
 
 

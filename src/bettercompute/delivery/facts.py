@@ -2,7 +2,7 @@
 bounds).
 
 A fact is true no matter which session carried it, so nothing here knows an epoch. Facts of many nodes are written in
-one batch; `delivery.validation` therefore refuses what the store could not take (NUL in text, numbers past bigint,
+one batch; `protocol.validation` therefore refuses what the store could not take (NUL in text, numbers past bigint,
 sizes past their bound) before a frame becomes a fact: one daemon must not poison everybody's batch.
 """
 
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 
-from bettercompute.delivery.commands import CommandState
+from bettercompute.delivery.commands import REPORTABLE, CommandState
+from bettercompute.protocol import messages
+from bettercompute.protocol.statuses import Reason, refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +115,92 @@ class AppliedGenerationFact:
 
 
 Fact = CommandFact | EventsFact | StatusFact | InventoryFact | InventoryHashesFact | AppliedGenerationFact
+
+
+def command_fact(update: messages.CommandUpdate, *, authenticated: bool = True) -> CommandFact | None:
+    """Return the fact in a validated update; None for a state that says nothing here (older news, or a newer peer's).
+
+    A rejection is a failure with its reason. BUSY is not a fact: see `is_busy`.
+    """
+    if update.state == messages.COMMAND_STATE_REJECTED:
+        state, reason = CommandState.FAILED, rejection_reason(update.reject_reason)
+    elif int(update.state) in REPORTABLE:
+        state, reason = CommandState(update.state), update.reason
+    else:
+        return None
+    return CommandFact(
+        command_id=update.command_id,
+        state=state,
+        attempt=update.attempt,
+        reason=reason,
+        message=update.message,
+        result=update.result,
+        signature=update.signature.SerializeToString() if update.HasField("signature") else b"",
+        progress=update.progress.SerializeToString() if update.HasField("progress") else b"",
+        output=update.output.data,
+        output_offset=update.output.offset,
+        output_dropped_bytes=update.output.dropped_bytes,
+        at_ms=update.at_ms,
+        started_at_ms=update.started_at_ms,
+        authenticated=authenticated,
+    )
+
+
+def is_busy(update: messages.CommandUpdate) -> bool:
+    """Say whether an update is the one rejection that does not end the command."""
+    return (
+        update.state == messages.COMMAND_STATE_REJECTED and update.reject_reason == messages.COMMAND_REJECT_REASON_BUSY
+    )
+
+
+def rejection_reason(reason: messages.CommandRejectReason.ValueType) -> str:
+    """Return the short stable code under which a rejection is stored: `rejected-bad-signature` and so on."""
+    name = messages.CommandRejectReason.Name(reason) if reason in messages.CommandRejectReason.values() else "unknown"
+    return "rejected-" + name.removeprefix("COMMAND_REJECT_REASON_").lower().replace("_", "-")
+
+
+def events_fact(batch: messages.EventBatch) -> EventsFact:
+    """Return the fact in a validated batch; `delivery.events.checked_batch` judges its order."""
+    return EventsFact(
+        journal_id=batch.journal_id,
+        events=tuple(
+            EventRecord(
+                seq=event.seq,
+                event_id=event.event_id,
+                type=event.type,
+                at_ms=event.at_ms,
+                payload_json=event.payload_json,
+                recovered=event.recovered,
+            )
+            for event in batch.events
+        ),
+    )
+
+
+def status_fact(report: messages.StatusReport) -> StatusFact:
+    """Return the fact in a validated status report. The approver set counts only beside a trust version."""
+    told = report.trust_version > 0
+    held = told and bool(report.approver_set_sha256)
+    return StatusFact(
+        observed_generation=report.observed_generation,
+        applied_generation=report.applied_generation,
+        report=report.SerializeToString(),
+        trust_version=report.trust_version,
+        approver_set_epoch=report.approver_set_epoch if held else None,
+        approver_set_sha256=report.approver_set_sha256 if held else None,
+    )
+
+
+def inventory_fact(section: messages.InventorySection) -> InventoryFact:
+    """Return the fact in a validated section, or refuse one without a name or whose bytes are not those of its hash."""
+    if not section.name:
+        raise refuse(Reason.INVALID_FRAME, "an inventory section has no name")
+    actual = sha256(section.body).digest()
+    if actual != section.sha256:
+        raise refuse(
+            Reason.INVALID_FRAME,
+            f"inventory section {section.name!r} hashes to {actual.hex()}, but says {section.sha256.hex()}",
+        )
+    return InventoryFact(
+        section=section.name, sha256=actual, body=section.body, collected_at_ms=section.collected_at_ms
+    )

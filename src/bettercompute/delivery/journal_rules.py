@@ -13,15 +13,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from bettercompute.delivery.commands import CommandState
+from bettercompute.protocol.limits import MAX_DONE_RESULTS, MAX_NOT_AFTER_MS
 
 KEEP_MS = 24 * 3_600_000
 """A gateway that was cut off may replay for a day before anybody would call it an outage of another kind."""
 DELIVERY_GRACE_MS = 5 * 60_000
 """The clock allowance of a Welcome: a session's time may lie this far behind the mark."""
-NOT_AFTER_MAX_MS = 7 * 24 * 3_600_000
-"""The longest delivery deadline: an id cancelled before its delivery has no other bound."""
-DONE_UNACKED_MAX = 10_000
-"""Results that wait for a gateway; also the most ids that Hello names."""
 IDS_MAX = 100_000
 """All ids held, done and cancelled ones too: more than a command a second for a whole day."""
 JOURNAL_BYTES_MAX = 256 * 1024 * 1024
@@ -47,6 +44,8 @@ class JournalEntry:
     start_version: str = ""
     update: bytes = b""
     """The terminal `CommandUpdate`, serialized: kept here until acked, afterwards only in the journal itself."""
+    command: bytes = b""
+    """The delivered `Command`, serialized: only in entries read at process start, for the proofs of rule 5."""
     done_mark_ms: int = 0
     """The stored mark when it was done."""
     acked: bool = False
@@ -68,10 +67,8 @@ def entry_may_go(entry: JournalEntry, *, mark_ms: int) -> bool:
 
 
 def cancelled_may_go(cancelled_mark_ms: int, *, mark_ms: int) -> bool:
-    """Say whether an id that was cancelled before its delivery may be forgotten: no delivery of it can be valid any
-    more.
-    """
-    return mark_ms >= cancelled_mark_ms + NOT_AFTER_MAX_MS + DELIVERY_GRACE_MS
+    """Say whether an id cancelled before its delivery may be forgotten: the longest deadline there is has passed."""
+    return mark_ms >= cancelled_mark_ms + MAX_NOT_AFTER_MS + DELIVERY_GRACE_MS
 
 
 def forgettable(entries: Iterable[JournalEntry], cancelled: Mapping[str, int], *, mark_ms: int) -> tuple[str, ...]:
@@ -84,4 +81,4 @@ def forgettable(entries: Iterable[JournalEntry], cancelled: Mapping[str, int], *
 
 def has_room(*, done_unacked: int, ids: int, journal_full: bool) -> bool:
     """Say whether one more command may be accepted; otherwise it is answered BUSY."""
-    return not journal_full and done_unacked < DONE_UNACKED_MAX and ids < IDS_MAX
+    return not journal_full and done_unacked < MAX_DONE_RESULTS and ids < IDS_MAX

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from bettercompute.protocol.limits import BULK_CREDITS, CONTROL_CREDITS
+
 
 class Lane(IntEnum):
     """A queue of commands of one node; the numbers of the wire."""
@@ -22,7 +24,7 @@ class Lane(IntEnum):
     BULK = 2
 
 
-DEFAULT_CREDITS: Mapping[Lane, int] = {Lane.CONTROL: 8, Lane.BULK: 2}
+DEFAULT_CREDITS: Mapping[Lane, int] = {Lane.CONTROL: CONTROL_CREDITS, Lane.BULK: BULK_CREDITS}
 """Control is short and local; bulk fills disks and links, where two at once already compete."""
 
 

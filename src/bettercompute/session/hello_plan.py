@@ -106,8 +106,8 @@ class NodeFacts:
     identity_generation: int
     spec_generation: int
     """0: no spec."""
-    duplicate_identity: bool = False
-    """The condition `DuplicateIdentity` holds."""
+    conditions: frozenset[str] = frozenset()
+    """Types of the conditions that hold and that the control plane owns (`DuplicateIdentity`, `RebootLoop`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,51 @@
+"""BUSY, both ends: the daemon refuses a command for now, the gateway puts it back and waits ("BUSY").
+
+BUSY is neither terminal nor journaled. The gateway's credits make it rare; where both counts disagree for a moment,
+or the journal is full, nothing is dropped: the command is pending again, behind a back-off of its own per session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from bettercompute.delivery import journal_rules
+from bettercompute.delivery.lanes import DaemonLane
+
+FIRST_BACK_OFF_MS = 1_000
+BACK_OFF_MAX_MS = 30_000
+
+
+def back_off_ms(refusals: int) -> int:
+    """Return how long a command waits after its n-th BUSY in a session: 1 s, doubling to 30 s."""
+    assert refusals >= 1, "a back-off follows a refusal"
+    return min(BACK_OFF_MAX_MS, FIRST_BACK_OFF_MS << min(refusals - 1, 16))
+
+
+def refused(busy: Mapping[str, int], command_id: str) -> tuple[Mapping[str, int], int]:
+    """Return the session's counts after a BUSY for a command, and how long that command waits."""
+    refusals = busy.get(command_id, 0) + 1
+    return {**busy, command_id: refusals}, back_off_ms(refusals)
+
+
+def settled(busy: Mapping[str, int], command_id: str) -> Mapping[str, int]:
+    """Return the session's counts once a command was accepted or has ended: its next BUSY starts over."""
+    if command_id not in busy:
+        return busy
+    return {other: refusals for other, refusals in busy.items() if other != command_id}
+
+
+class WhyBusy(StrEnum):
+    """Why a daemon takes no command now."""
+
+    NO_CREDIT = "no-credit"
+    JOURNAL_FULL = "journal-full"
+
+
+def why_busy(lane: DaemonLane, *, done_unacked: int, ids: int, journal_full: bool) -> WhyBusy | None:
+    """Return why one more command of a lane must be answered BUSY; None when there is a credit and room."""
+    if lane.free == 0:
+        return WhyBusy.NO_CREDIT
+    if not journal_rules.has_room(done_unacked=done_unacked, ids=ids, journal_full=journal_full):
+        return WhyBusy.JOURNAL_FULL
+    return None

@@ -1,0 +1,55 @@
+"""Epochs and fencing: which writes carry the epoch and what a write that matched no row means ("Epochs and fencing").
+
+Routing and liveness writes are fenced: they name epoch, session and gateway, and match no row once the node has said
+Hello elsewhere. Facts are not: results, events and status are true whichever session carried them. The daemon records
+the epoch and never fences on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+LAST_EPOCH_WITHIN = 1_000_000
+"""How far ahead a Hello's `last_epoch` counts: a restored database is behind by minutes of reconnects, a lie by more.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NextEpoch:
+    """The epoch of a new session."""
+
+    epoch: int
+    behind: bool
+    """The daemon knows a higher one than the row: the database was restored, or lost commits in a failover."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """What every fenced statement compares."""
+
+    node_id: str
+    session_epoch: int
+    session_id: str
+    gateway_id: str
+
+
+def next_epoch(*, row_epoch: int, last_epoch: int) -> NextEpoch:
+    """Return greatest(row, last_epoch) + 1, so that epochs rise after a restore too; a wild `last_epoch` is ignored."""
+    believed = last_epoch if last_epoch <= row_epoch + LAST_EPOCH_WITHIN else row_epoch
+    return NextEpoch(epoch=max(row_epoch, believed) + 1, behind=last_epoch > row_epoch)
+
+
+def holds(fence: Fence, *, row_epoch: int, row_session_id: str, row_gateway_id: str) -> bool:
+    """Say whether a row still belongs to a session: what `WHERE` says in each fenced statement."""
+    return (
+        row_epoch == fence.session_epoch and row_session_id == fence.session_id and row_gateway_id == fence.gateway_id
+    )
+
+
+def zombies(flushed: Iterable[str], *, matched: Collection[str]) -> tuple[str, ...]:
+    """Return the nodes of a chunk whose row is no longer this gateway's session.
+
+    Only a chunk that committed says so.
+    """
+    return tuple(node_id for node_id in flushed if node_id not in matched)
