@@ -131,7 +131,7 @@ async def read_hello(
         node=NodeFacts(
             identity_generation=row["identity_generation"] or 0,
             spec_generation=row["spec_generation"] or 0,
-            duplicate_identity=row["duplicate_identity"],
+            conditions=frozenset(row["conditions"]),
         ),
         commands=tuple(_command_in_flight(command) for command in row["commands"]),
         inventory_hashes=dict(row["sections"]),

@@ -24,9 +24,9 @@ SELECT
   to_ms(s.duplicate_since) AS duplicate_since_ms, to_ms(s.last_seen) AS last_seen_ms,
   to_ms(s.disconnected_at) AS disconnected_at_ms, s.peer_address,
   n.identity_generation, n.spec_generation,
-  EXISTS (
-    SELECT FROM node_conditions d
-    WHERE d.node_id = s.node_id AND d.type = 'DuplicateIdentity' AND d.status = 'true') AS duplicate_identity,
+  ARRAY (
+    SELECT d.type FROM node_conditions d
+    WHERE d.node_id = s.node_id AND d.source = 'inventory' AND d.status = 'true') AS conditions,
   (c.serial IS NOT NULL) AS certificate_recorded,
   c.revocation_reason, c.identity_generation AS certificate_generation, c.allowed_kinds,
   (c.superseded_at IS NOT NULL) AS certificate_superseded, (c.first_used_at IS NOT NULL) AS certificate_used,

@@ -1,0 +1,282 @@
+"""Facts of daemons in batches, and the moves of commands that need a session: dispatch, put-back, cancels.
+
+Typed on top of `queries/delivery.sql`. Facts carry no epoch; dispatch and put-back compare epoch, session and gateway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bettercompute.delivery.commands import CommandState, OutgoingCommand
+from bettercompute.delivery.facts import EventsFact
+from bettercompute.protocol import messages
+from bettercompute.protocol.frames import decode_message
+from bettercompute.session.gateway_side import DispatchDemand
+from bettercompute.store import channels
+from bettercompute.store.database import Queries
+from bettercompute.store.sessions import Lease, SessionKey
+
+CONDITION_STATUSES: Mapping[int, str] = {1: "true", 2: "false", 3: "unknown"}
+SEEN: Mapping[int, CommandState | None] = {2: None, 3: CommandState.ACKED, 4: CommandState.RUNNING}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandNews:
+    """What one batch says about one command: the highest state of it, and which states it passed."""
+
+    node_id: str
+    command_id: str
+    state: CommandState
+    saw_acked: bool
+    saw_running: bool
+    reason: str
+    message: str
+    result: bytes
+    signature: bytes
+    authenticated: bool
+    outbox_id: str
+    """Drawn for its `command.finished`, used only when this batch ends it."""
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the news is an end."""
+        return self.state >= CommandState.SUCCEEDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewsCounts:
+    """What became of a batch: for metrics."""
+
+    moved: int
+    backwards: int
+    late: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusNews:
+    """The last status of a node in one batch; `report` None: only an applied generation."""
+
+    node_id: str
+    observed_generation: int
+    applied_generation: int
+    report: bytes | None = None
+    trust_version: int = 0
+    approver_set_epoch: int | None = None
+    approver_set_sha256: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionNews:
+    """One inventory section of a node."""
+
+    node_id: str
+    section: str
+    sha256: bytes
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedCommand:
+    """A command that is now dispatched in a session's epoch."""
+
+    node_id: str
+    session_id: str
+    command: OutgoingCommand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyCommand:
+    """A command that the daemon refused BUSY."""
+
+    key: SessionKey
+    command_id: str
+    attempt: int
+    back_off_ms: int
+    outbox_id: str
+
+
+async def store_command_news(queries: Queries, news: Sequence[CommandNews], *, event_type: str) -> NewsCounts:
+    """Write what a batch says of commands, each command once."""
+    row = await queries.fetch_one(
+        "delivery.store_command_facts",
+        command_ids=[item.command_id for item in news],
+        node_ids=[item.node_id for item in news],
+        states=[int(item.state) for item in news],
+        saw_acked=[item.saw_acked for item in news],
+        saw_running=[item.saw_running for item in news],
+        reasons=[_reason(item) for item in news],
+        messages=[item.message for item in news],
+        # A result belongs to an end; the schema says so too.
+        results=[(item.result or None) if item.ended else None for item in news],
+        signatures=[item.signature or None for item in news],
+        unauthenticated=[not item.authenticated for item in news],
+        outbox_ids=[item.outbox_id for item in news],
+        event_type=event_type,
+        **_notices([item.command_id for item in news if item.ended]),
+    )
+    assert row is not None
+    return NewsCounts(moved=row["moved"], backwards=row["backwards"], late=row["late"])
+
+
+def _reason(item: CommandNews) -> str:
+    """Return the code under which an end is stored: a failure always has one."""
+    return item.reason or ("failed" if item.state is CommandState.FAILED else "")
+
+
+def _notices(finished: Sequence[str]) -> dict[str, list[str]]:
+    packed = channels.payloads(finished)
+    notices = [(channels.FINISHED, payload) for payload in packed]
+    if packed:
+        notices.append((channels.OUTBOX, ""))
+    return {
+        "notify_channels": [channel for channel, _ in notices],
+        "notify_payloads": [payload for _, payload in notices],
+    }
+
+
+async def store_events(queries: Queries, batches: Mapping[str, EventsFact]) -> dict[str, int]:
+    """Write one contiguous batch per node; return the ack of each node's row, 0 where it names another journal."""
+    events = [(node_id, batch.journal_id, event) for node_id, batch in batches.items() for event in batch.events]
+    rows = await queries.fetch(
+        "delivery.store_events",
+        node_ids=list(batches),
+        journal_ids=[batch.journal_id for batch in batches.values()],
+        first_seqs=[batch.events[0].seq for batch in batches.values()],
+        last_seqs=[batch.last_seq for batch in batches.values()],
+        event_node_ids=[node_id for node_id, _, _ in events],
+        event_journal_ids=[journal_id for _, journal_id, _ in events],
+        seqs=[event.seq for _, _, event in events],
+        event_ids=[event.event_id for _, _, event in events],
+        types=[event.type for _, _, event in events],
+        occurred_at_ms=[event.at_ms for _, _, event in events],
+        recovered=[event.recovered for _, _, event in events],
+        payloads=[event.payload_json.encode() for _, _, event in events],
+    )
+    return {row["node_id"]: row["acked_event_seq"] for row in rows}
+
+
+async def store_statuses(queries: Queries, statuses: Sequence[StatusNews]) -> None:
+    """Write the last status of each node; generations and trust versions only rise."""
+    conditions = [
+        (status.node_id, condition)
+        for status in statuses
+        if status.report
+        for condition in decode_message(messages.StatusReport, status.report).conditions
+    ]
+    await queries.execute(
+        "delivery.store_statuses",
+        node_ids=[status.node_id for status in statuses],
+        observed=[status.observed_generation for status in statuses],
+        applied=[status.applied_generation for status in statuses],
+        reports=[status.report for status in statuses],
+        trust_versions=[status.trust_version for status in statuses],
+        # The digest decides: no approver keys held means NULL in both.
+        approver_epochs=[status.approver_set_epoch if status.approver_set_sha256 else None for status in statuses],
+        approver_sha256s=[status.approver_set_sha256 or None for status in statuses],
+        condition_node_ids=[node_id for node_id, _ in conditions],
+        condition_types=[condition.type for _, condition in conditions],
+        condition_statuses=[CONDITION_STATUSES.get(condition.status, "unknown") for _, condition in conditions],
+        condition_reasons=[condition.reason for _, condition in conditions],
+        condition_messages=[condition.message for _, condition in conditions],
+    )
+
+
+async def store_inventory(
+    queries: Queries, *, sections: Sequence[SectionNews], hashes: Sequence[tuple[str, str, bytes]]
+) -> None:
+    """Write inventory sections, and the hashes (node id, section, SHA-256) that daemons report."""
+    await queries.execute(
+        "delivery.store_inventory",
+        section_node_ids=[section.node_id for section in sections],
+        sections=[section.section for section in sections],
+        section_sha256s=[section.sha256 for section in sections],
+        bodies=[section.body for section in sections],
+        hash_node_ids=[node_id for node_id, _, _ in hashes],
+        hash_sections=[section for _, section, _ in hashes],
+        hash_sha256s=[sha256 for _, _, sha256 in hashes],
+    )
+
+
+async def dispatch(queries: Queries, demands: Sequence[DispatchDemand], *, lease: Lease) -> list[MarkedCommand]:
+    """Mark what the sessions can take, in one statement; return it in the order of each node's seq."""
+    lanes = [(demand, lane) for demand in demands for lane in demand.lanes]
+    held = [(demand.node_id, command_id) for demand, lane in lanes for command_id in lane.held]
+    rows = await queries.fetch(
+        "delivery.dispatch",
+        node_ids=[demand.node_id for demand, _ in lanes],
+        session_ids=[demand.session_id for demand, _ in lanes],
+        session_epochs=[demand.epoch for demand, _ in lanes],
+        lanes=[lane.lane for _, lane in lanes],
+        pending_limits=[lane.pending for _, lane in lanes],
+        kinds=[None if demand.kinds is None else ",".join(sorted(demand.kinds)) for demand, _ in lanes],
+        signed_only=[demand.signed_only for demand, _ in lanes],
+        held_node_ids=[node_id for node_id, _ in held],
+        held_ids=[command_id for _, command_id in held],
+        gateway_id=lease.gateway_id,
+        lease_token=lease.token,
+    )
+    marked = [
+        MarkedCommand(
+            node_id=row["node_id"],
+            session_id=row["session_id"],
+            command=OutgoingCommand(
+                command_id=row["id"],
+                kind=row["kind"],
+                lane=row["lane"],
+                seq=row["seq"],
+                attempt=row["attempt"],
+                seen=SEEN[row["state"]],
+                body=row["body"],
+                signature=row["signature"] or b"",
+            ),
+        )
+        for row in rows
+    ]
+    return sorted(marked, key=lambda item: (item.node_id, item.command.seq))
+
+
+async def put_back(
+    queries: Queries, busy: Sequence[BusyCommand], *, lease: Lease, event_type: str
+) -> dict[str, CommandState]:
+    """Put refused commands back to pending, or cancel them; return the state of those that matched."""
+    rows = await queries.fetch(
+        "delivery.put_back",
+        command_ids=[item.command_id for item in busy],
+        node_ids=[item.key.node_id for item in busy],
+        session_ids=[item.key.session_id for item in busy],
+        session_epochs=[item.key.epoch for item in busy],
+        attempts=[item.attempt for item in busy],
+        back_offs_ms=[item.back_off_ms for item in busy],
+        outbox_ids=[item.outbox_id for item in busy],
+        event_type=event_type,
+        gateway_id=lease.gateway_id,
+        lease_token=lease.token,
+    )
+    return {row["id"]: CommandState(row["state"]) for row in rows}
+
+
+async def cancels_of(queries: Queries, node_ids: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return (node id, command id, reason) of the cancels that wait for these nodes."""
+    rows = await queries.fetch("delivery.cancels_of", node_ids=list(node_ids))
+    return [(row["node_id"], row["id"], row["cancel_reason"] or "") for row in rows]
+
+
+async def nodes_with_work(queries: Queries, *, gateway_id: str) -> list[str]:
+    """Return this gateway's nodes that have a command or a cancel to send: the poll behind the notifications."""
+    rows = await queries.fetch("delivery.nodes_with_work", gateway_id=gateway_id)
+    return [row["node_id"] for row in rows]
+
+
+async def expire(
+    queries: Queries, *, outbox_ids: Sequence[str], event_type: str, message: str
+) -> list[tuple[str, str]]:
+    """End pending commands whose deadline has passed, at most one per outbox id; return (node id, command id)."""
+    rows = await queries.fetch(
+        "delivery.expire",
+        batch=len(outbox_ids),
+        outbox_ids=list(outbox_ids),
+        event_type=event_type,
+        message=message,
+    )
+    return [(row["node_id"], row["id"]) for row in rows]
