@@ -28,8 +28,8 @@ MAX_INVENTORY_SECTION_BYTES = 1 * MIB
 MAX_EVENT_BATCH_BYTES = 512 * KIB
 # An event's payload_json. A batch of one must fit.
 MAX_EVENT_PAYLOAD_BYTES = 16 * KIB
-# Objects and arrays in an event's payload: deeper nesting than PostgreSQL's parser likes cannot come of so few.
-MAX_EVENT_CONTAINERS = 1_000
+# Objects and arrays in an event's payload: nesting deeper than a parser's stack cannot come of so few.
+MAX_EVENT_CONTAINERS = 500
 # A piece of a running command's output, and what the control plane keeps of it: the last ones.
 MAX_OUTPUT_BYTES = 64 * KIB
 
