@@ -15,11 +15,11 @@ from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 
 import asyncpg
 
-from bettercompute.errors import Bug, Refused, Unavailable
+from bettercompute.errors import Bug, Unavailable
+from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store.statements import Statement, statements
 from bettercompute.world import Dice
 
-FAILED_PRECONDITION = 9
 SERVER_VERSION_MIN = 15
 CONNECT_TIMEOUT_MS = 10_000
 ACQUIRE_TIMEOUT_MS = 5_000
@@ -74,22 +74,22 @@ def _translated() -> Iterator[None]:
     except asyncpg.PostgresError as error:
         raise _translate(error) from error
     except asyncpg.TargetServerAttributeNotMatched as error:
-        raise Unavailable("the database is a standby: it takes no writes", reason="database") from error
+        raise Unavailable("the database is a standby: it takes no writes", reason=Reason.DATABASE) from error
     except asyncpg.InterfaceError as error:
         if "another operation is in progress" in str(error):
             raise Bug(f"one connection was used twice at a time: {error}") from error
-        raise Unavailable(f"the database connection is lost: {error}", reason="database") from error
+        raise Unavailable(f"the database connection is lost: {error}", reason=Reason.DATABASE) from error
     except (OSError, TimeoutError, asyncpg.InternalClientError) as error:
         text = str(error) or type(error).__name__
-        raise Unavailable(f"the database cannot be reached: {text}", reason="database") from error
+        raise Unavailable(f"the database cannot be reached: {text}", reason=Reason.DATABASE) from error
 
 
 def _translate(error: asyncpg.PostgresError) -> Unavailable | StatementFailed:
     sqlstate = error.sqlstate or ""
     if sqlstate in _CONFLICTS:
-        return Conflict(f"the database asks to run this again: {error}", reason="database")
+        return Conflict(f"the database asks to run this again: {error}", reason=Reason.DATABASE)
     if sqlstate.startswith(_PASSING_CLASSES) or sqlstate in _PASSING_STATES:
-        return Unavailable(f"the database cannot serve this now: {error}", reason="database")
+        return Unavailable(f"the database cannot serve this now: {error}", reason=Reason.DATABASE)
     constraint = getattr(error, "constraint_name", None)
     return StatementFailed(f"PostgreSQL {sqlstate}: {error}", sqlstate=sqlstate, constraint=constraint)
 
@@ -370,10 +370,9 @@ def _connect_options(*, application_name: str, limits: Limits) -> dict[str, Any]
 async def _check_version(connection: _Connection) -> None:
     version = connection.get_server_version()
     if version.major < SERVER_VERSION_MIN:
-        raise Refused(
+        raise refuse(
+            Reason.CONFLICT,
             f"the database is PostgreSQL {version.major}, at least {SERVER_VERSION_MIN} is needed: upgrade the server",
-            status=FAILED_PRECONDITION,
-            reason="database-version",
         )
 
 

