@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from bettercompute.store.database import Database
 from bettercompute.system import system_world
 from bettercompute.testing import postgres
+
+# The same examples in every run, and a busy machine is no failure.
+settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")
