@@ -29,6 +29,7 @@ class EndKind(StrEnum):
     ENHANCE_YOUR_CALM = "enhance-your-calm"
     PROTOCOL = "protocol"
     PING_TIMEOUT = "ping-timeout"
+    NOT_HTTP2 = "not-http2"
     IDLE = "idle"
     CLOSED_HERE = "closed-here"
     NO_CERTIFICATE = "no-certificate"

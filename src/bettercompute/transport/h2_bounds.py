@@ -92,7 +92,8 @@ class AbuseBucket:
         self.tokens = min(float(self.burst), self.tokens + elapsed_ms * self.per_s / 1000)
         if self.tokens < 1:
             raise EnhanceYourCalm(
-                f"too many {what}: frames that carry nothing may come {self.burst} at once, then {self.per_s}/s; slow down"
+                f"too many {what}: the limit for frames that carry nothing is {self.burst} at once, then "
+                f"{self.per_s}/s; slow down"
             )
         self.tokens -= 1
 

@@ -88,7 +88,9 @@ class H2Core:
         self._calls: dict[int, CallRecord] = {}
         self._sendable: dict[int, CallRecord] = {}
         self._held = 0
+        # Shared with other connections, and counted only for strangers.
         self._allowance = allowance
+        self._is_stranger = False
         self._h2.open()
 
     # Bytes
@@ -312,7 +314,7 @@ class H2Core:
     def _hold(self, call: CallRecord, size: int) -> bool:
         call.held += size
         self._held += size
-        if self._allowance is not None:
+        if self._allowance is not None and self._is_stranger:
             self._allowance.used += size
             if self._allowance.used > self._allowance.bytes_max:
                 return False
@@ -321,7 +323,7 @@ class H2Core:
     def _release(self, call: CallRecord, size: int) -> None:
         call.held -= size
         self._held -= size
-        if self._allowance is not None:
+        if self._allowance is not None and self._is_stranger:
             self._allowance.used -= size
 
     def _on_reset(self, call: CallRecord, event: h2.events.StreamReset) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from bettercompute.transport.calls import NO_METADATA, EndKind
+from bettercompute.transport.calls import EndKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PeerEnded:
     stream_id: int
     status: int | None = None
     message: str = ""
-    trailers: Mapping[str, str] = NO_METADATA
+    trailers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

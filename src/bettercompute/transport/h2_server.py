@@ -35,6 +35,10 @@ class H2Server(H2Core):
         """Note that a handler has returned: only then may another call take its place."""
         self._h2.running -= 1
 
+    def count_strangers(self) -> None:
+        """Count what this connection makes us hold with that of all others that showed no certificate."""
+        self._is_stranger = True
+
     def never_bill(self, path: str) -> None:
         """Stop billing calls of `path`."""
         self._h2.free_paths.add(path)

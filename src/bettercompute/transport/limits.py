@@ -1,4 +1,4 @@
-"""Every bound of the transport in one place, each with its reason (decisions 15, and the Transport heading of the Protocol page).
+"""Every bound of the transport in one place, each with its reason (decision 15, and the Protocol page on Transport).
 
 Sizes are bytes, times milliseconds. `Limits` holds what an operator or a test may narrow; the constants are part of
 how the wire works and are the same everywhere.
@@ -82,8 +82,10 @@ class Limits:
     first_call_ms: int = 10_000
     # A closed connection's last bytes; then it is cut.
     close_ms: int = 1_000
-    # How long the text of a TLS refusal or a GOAWAY may take to reach a peer that is still sending.
-    linger_ms: int = 1_000
+    # How long a refused handshake's alert may take to reach a peer that is still sending.
+    alert_linger_ms: int = 1_000
+    # The same for the GOAWAY of a connection that is cut for abuse, from which nothing is read any more.
+    abuse_linger_ms: int = 100
 
     # Handshakes whose ClientHello has arrived. More only share the same core, and all finish later.
     handshakes_max: int = 64
