@@ -34,7 +34,7 @@ $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
 setup: $(VENV)/.dev  ## the environment for development, from the hash locks
 
 demo: $(VENV)/.runtime  ## control plane and three real nodes on this host; ONCE=1 ends after the first full round
-	$(BIN)/better-compute dev --nodes 3 --demo $(if $(ONCE),--once)
+	$(BIN)/better-compute dev --nodes 3 $(if $(ONCE),--once)
 
 test: $(VENV)/.dev  ## all tests but the exhaustive ones, in under 8 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

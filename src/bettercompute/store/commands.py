@@ -192,16 +192,22 @@ async def list_batch(queries: Queries, *, batch_id: str, after: str = "", page_s
 
 async def states(queries: Queries, *, command_ids: Sequence[str]) -> list[StateOf]:
     """Return where these commands are, by id."""
-    return [
-        StateOf(
-            command_id=row["command_id"],
-            node_id=row["node_id"],
-            state=CommandState(row["state"]),
-            reason=row["reason"],
-            message=row["message"],
-        )
-        for row in await queries.fetch("commands.states", command_ids=list(command_ids))
-    ]
+    return [_state(row) for row in await queries.fetch("commands.states", command_ids=list(command_ids))]
+
+
+async def states_of_batch(queries: Queries, *, batch_id: str) -> list[StateOf]:
+    """Return where the commands of a batch are, by id."""
+    return [_state(row) for row in await queries.fetch("commands.states_of_batch", batch_id=batch_id)]
+
+
+def _state(row: Row) -> StateOf:
+    return StateOf(
+        command_id=row["command_id"],
+        node_id=row["node_id"],
+        state=CommandState(row["state"]),
+        reason=row["reason"],
+        message=row["message"],
+    )
 
 
 async def signed_body(queries: Queries, *, command_id: str) -> SignedBody | None:

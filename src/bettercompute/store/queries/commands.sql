@@ -124,3 +124,7 @@ RETURNING c.id AS command_id;
 -- name: commands.notify
 -- other: a hint for gateways and for those who wait
 SELECT pg_notify(:channel, payload) FROM unnest(:payloads::text[]) AS payload;
+
+-- name: commands.states_of_batch
+-- other: read by whoever waits for a run to end: the small columns only
+SELECT id AS command_id, node_id, state, reason, message FROM commands WHERE batch_id = :batch_id ORDER BY id;

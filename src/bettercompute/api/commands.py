@@ -1,0 +1,169 @@
+"""`/v1/commands` and `/v1/batches`: have something done, and see or await what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query
+from pydantic import BaseModel, Field
+
+from bettercompute.api.auth import Principal, Role, require
+from bettercompute.api.context import ApiContext, Context
+from bettercompute.api.enqueue import BATCH_NODES_MAX, Wanted, enqueue
+from bettercompute.api.paging import PAGE_ROWS, After, Limit, Page, command_state
+from bettercompute.api.shapes import CommandShape, command_shape
+from bettercompute.delivery.commands import TERMINAL
+from bettercompute.protocol.limits import MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store import commands, controller_runs
+
+NOT_AFTER_MS = 24 * 3_600_000
+# Longer than proxies keep a silent request.
+WAIT_MS_MAX = 30_000
+
+router = APIRouter(prefix="/v1", tags=["commands"])
+
+
+class RunRequest(BaseModel):
+    """Run a kind on named nodes, or on all."""
+
+    kind: str
+    payload: dict[str, Any] = Field(default_factory=dict)
+    nodes: Annotated[list[str], Field(max_length=BATCH_NODES_MAX)] | None = None
+    all: bool = False
+    timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None
+    not_after_ms: Annotated[int, Field(ge=1, le=MAX_NOT_AFTER_MS)] = NOT_AFTER_MS
+
+
+class Made(BaseModel):
+    """A command that was made."""
+
+    id: str
+    node_id: str
+
+
+class RunAnswer(BaseModel):
+    """The commands of a run. After `gives_up_after_ms` none of them can still begin or run."""
+
+    batch_id: str
+    kind: str
+    gives_up_after_ms: int
+    commands: list[Made]
+
+
+class BatchItem(BaseModel):
+    """How one command of a batch stands."""
+
+    id: str
+    node_id: str
+    state: str
+    reason: str
+    message: str
+
+
+class Batch(BaseModel):
+    """How a batch stands."""
+
+    batch_id: str
+    open: int
+    items: list[BatchItem]
+
+
+@router.post("/commands", status_code=201)
+async def run(
+    request: RunRequest,
+    context: Context,
+    caller: Annotated[Principal, Depends(require(Role.OPERATOR))],
+    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+) -> RunAnswer:
+    """Enqueue a command for each node."""
+    if request.all == bool(request.nodes):
+        raise refuse(Reason.BAD_REQUEST, "name the nodes in `nodes`, or set `all`; one of the two")
+    wanted = Wanted(
+        kind=request.kind,
+        payload=request.payload,
+        node_ids=None if request.all else request.nodes,
+        timeout_ms=request.timeout_ms,
+        not_after_in_ms=request.not_after_ms,
+        asked_by=caller.name,
+        idempotency_key=idempotency_key,
+    )
+    return RunAnswer(**await enqueue(context, wanted))
+
+
+@router.get("/commands")
+async def list_commands(
+    context: Context,
+    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    after: After = None,
+    limit: Limit = PAGE_ROWS,
+    node_id: str | None = None,
+    kind: str | None = None,
+    state: str | None = None,
+    batch_id: str | None = None,
+) -> Page[CommandShape]:
+    """List commands, the newest first; those of one batch in the order in which they were made."""
+    if batch_id is not None:
+        page = await commands.list_batch(context.database, batch_id=batch_id, after=after or "", page_size=limit)
+    else:
+        page = await commands.list_page(
+            context.database,
+            before=after or commands.NEWEST,
+            page_size=limit,
+            node_id=node_id,
+            kind=kind,
+            states=None if state is None else [command_state(state)],
+        )
+    now_ms = await controller_runs.now_ms(context.database)
+    return Page(
+        items=[command_shape(command, now_ms=now_ms) for command in page],
+        next=page[-1].command_id if len(page) == limit else None,
+    )
+
+
+@router.get("/commands/{command_id}")
+async def get_command(
+    command_id: str, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
+) -> CommandShape:
+    """Return one command with its result."""
+    command = await commands.get(context.database, command_id=command_id)
+    if command is None:
+        raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
+    return command_shape(command, now_ms=await controller_runs.now_ms(context.database))
+
+
+@router.get("/batches/{batch_id}")
+async def get_batch(
+    batch_id: str,
+    context: Context,
+    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    wait_ms: Annotated[int, Query(ge=0, le=WAIT_MS_MAX, description="Wait this long for news.")] = 0,
+    open_: Annotated[
+        int | None, Query(alias="open", description="How many were open when last asked: fewer is news.")
+    ] = None,
+) -> Batch:
+    """Return how each command of a run stands, at once or as soon as one more of them has ended."""
+    deadline_ms = context.world.clock.monotonic_ms() + wait_ms
+    while True:
+        batch = await _batch(context, batch_id)
+        left_ms = deadline_ms - context.world.clock.monotonic_ms()
+        if left_ms <= 0 or batch.open == 0 or open_ is None or batch.open < open_:
+            return batch
+        await context.finished.wait(timeout_s=left_ms / 1000)
+
+
+async def _batch(context: ApiContext, batch_id: str) -> Batch:
+    rows = await commands.states_of_batch(context.database, batch_id=batch_id)
+    if not rows:
+        raise refuse(Reason.NOT_FOUND, f"no batch {batch_id}")
+    items = [
+        BatchItem(
+            id=row.command_id,
+            node_id=row.node_id,
+            state=row.state.name.lower(),
+            reason=row.reason,
+            message=row.message,
+        )
+        for row in rows
+    ]
+    return Batch(batch_id=batch_id, open=sum(row.state not in TERMINAL for row in rows), items=items)

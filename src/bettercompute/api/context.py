@@ -1,0 +1,75 @@
+"""What the API's routes are given: the database, the world, and how a node joins this installation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from fastapi import Depends, Request
+
+from bettercompute.api.finished import FinishedFeed
+from bettercompute.store import audit
+from bettercompute.store.database import Database, Queries
+from bettercompute.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinEndpoint:
+    """What a join token tells a node besides its secret."""
+
+    gateway_urls: tuple[str, ...]
+    serving_ca_pins: tuple[str, ...]
+    join_signing_key: ec.EllipticCurvePublicKey
+    join_encryption_key: ec.EllipticCurvePublicKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provisioned:
+    """A joined identity without its key, which stays with whoever asked."""
+
+    node_id: str
+    chain_pem: bytes
+    serving_ca_pem: bytes
+    signed_trust_bundle: bytes
+    identity: Mapping[str, Any]
+
+
+class Provisioner(Protocol):
+    """Joins a node without a token: `services.provision` behind a port, because the API calls no service."""
+
+    async def provision(self, *, node_id: str, site: str, role: str, csr_der: bytes, asked_by: str) -> Provisioned:
+        """Return the identity for a certificate request. Raises `Refused` for a bad name, role or request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiContext:
+    """One per process."""
+
+    database: Database
+    world: World
+    finished: FinishedFeed
+    join_endpoint: JoinEndpoint
+    provisioner: Provisioner
+    trust_domain: str
+    site: str
+
+    async def record(
+        self, queries: Queries, *, actor: str, action: str, target: str, details: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write an act into the audit log, in the act's own transaction."""
+        entry = audit.NewEntry(
+            id=self.world.ids.uuid7(), actor=actor, action=action, target=target, outcome="done", details=details or {}
+        )
+        await audit.record(queries, entry)
+
+
+def _context(request: Request) -> ApiContext:
+    found = request.app.state.context
+    assert isinstance(found, ApiContext)
+    return found
+
+
+Context = Annotated[ApiContext, Depends(_context)]

@@ -1,0 +1,109 @@
+"""`/v1/nodes`: the fleet, and identities made without a token."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+from fastapi import APIRouter, Depends, Query
+from pydantic import BaseModel, Field
+
+from bettercompute.api.auth import Principal, Role, require
+from bettercompute.api.context import Context
+from bettercompute.api.paging import PAGE_ROWS, After, Limit, Page
+from bettercompute.api.shapes import NodeDetail, NodeShape, node_detail, node_fields
+from bettercompute.pki.identity import check_role
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store import conditions, controller_runs, inventory, nodes
+
+CSR_PEM_CHARACTERS_MAX = 16_384
+
+router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
+
+
+class ProvisionRequest(BaseModel):
+    """A joined identity is wanted for this certificate request."""
+
+    csr_pem: Annotated[str, Field(max_length=CSR_PEM_CHARACTERS_MAX)]
+    site: str | None = None
+    role: str = "node"
+
+
+class ProvisionAnswer(BaseModel):
+    """What goes on disk beside the key: `nodes provision` writes it."""
+
+    node_id: str
+    chain_pem: str
+    serving_ca_pem: str
+    trust_bundle_base64: str
+    identity: dict[str, Any]
+
+
+@router.get("")
+async def list_nodes(
+    context: Context,
+    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    after: After = None,
+    limit: Limit = PAGE_ROWS,
+    site: str | None = None,
+    role: str | None = None,
+    state: Annotated[str | None, Query(pattern="^(joined|connected|disconnected|unreachable)$")] = None,
+) -> Page[NodeShape]:
+    """List nodes in the order of their ids."""
+    page = await nodes.list_page(
+        context.database,
+        after=after or "",
+        page_size=limit,
+        site=site,
+        role=None if role is None else check_role(role),
+        state=state,
+    )
+    now_ms = await controller_runs.now_ms(context.database)
+    return Page(
+        items=[NodeShape(**node_fields(node, now_ms=now_ms)) for node in page],
+        next=page[-1].node_id if len(page) == limit else None,
+    )
+
+
+@router.get("/{node_id}")
+async def get_node(
+    node_id: str, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
+) -> NodeDetail:
+    """Return one node with its conditions and inventory."""
+    node = await nodes.get(context.database, node_id=node_id)
+    if node is None:
+        raise refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")
+    held = await conditions.of_node(context.database, node_id=node_id)
+    sections = await inventory.read(context.database, node_ids=[node_id])
+    now_ms = await controller_runs.now_ms(context.database)
+    return node_detail(node, conditions=held, sections=sections.get(node_id, {}), now_ms=now_ms)
+
+
+@router.post("/{node_id}/provision")
+async def provision(
+    node_id: str,
+    request: ProvisionRequest,
+    context: Context,
+    caller: Annotated[Principal, Depends(require(Role.ADMIN))],
+) -> ProvisionAnswer:
+    """Join a node without a token. The same certificate request may ask again and gets the same certificate."""
+    try:
+        csr = x509.load_pem_x509_csr(request.csr_pem.encode())
+    except ValueError:
+        raise refuse(Reason.BAD_CSR, "csr_pem is no PEM certificate request") from None
+    made = await context.provisioner.provision(
+        node_id=node_id,
+        site=request.site or context.site,
+        role=check_role(request.role),
+        csr_der=csr.public_bytes(Encoding.DER),
+        asked_by=caller.name,
+    )
+    return ProvisionAnswer(
+        node_id=made.node_id,
+        chain_pem=made.chain_pem.decode(),
+        serving_ca_pem=made.serving_ca_pem.decode(),
+        trust_bundle_base64=base64.b64encode(made.signed_trust_bundle).decode(),
+        identity=dict(made.identity),
+    )

@@ -1,0 +1,106 @@
+"""`/v1/tokens`: join tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field
+
+from bettercompute.api.auth import Principal, Role, require
+from bettercompute.api.context import Context
+from bettercompute.api.paging import PAGE_ROWS, After, Limit, Page
+from bettercompute.api.shapes import TokenShape, token_shape
+from bettercompute.pki import join_token
+from bettercompute.pki.identity import check_node_id, check_role, check_site
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store import tokens
+
+TTL_MS = 24 * 3_600_000
+# A token that lies about for longer than a month is a key under the mat.
+TTL_MS_MAX = 31 * 24 * 3_600_000
+
+router = APIRouter(prefix="/v1/tokens", tags=["tokens"])
+
+
+class TokenRequest(BaseModel):
+    """A join token is wanted."""
+
+    site: str | None = None
+    role: str = "node"
+    node_id: str | None = None
+    ttl_ms: Annotated[int, Field(ge=1_000, le=TTL_MS_MAX)] = TTL_MS
+
+
+class NewTokenShape(TokenShape):
+    """A token with the string that a node joins by: shown this once."""
+
+    token: str
+
+
+@router.post("", status_code=201)
+async def create(
+    request: TokenRequest, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
+) -> NewTokenShape:
+    """Make a join token, good for one node once."""
+    if request.node_id is not None:
+        check_node_id(request.node_id)
+    site = check_site(request.site or context.site)
+    secret = context.world.ids.random_bytes(join_token.SECRET_BYTES)
+    token_id = context.world.ids.uuid7()
+    endpoint = context.join_endpoint
+    text = join_token.format_token(
+        join_token.JoinToken(
+            secret=secret,
+            gateway_urls=endpoint.gateway_urls,
+            serving_ca_pins=endpoint.serving_ca_pins,
+            join_signing_key=endpoint.join_signing_key,
+            join_encryption_key=endpoint.join_encryption_key,
+        )
+    )
+    wanted = tokens.NewToken(
+        token_id=token_id,
+        secret_sha256=bytes.fromhex(join_token.secret_sha256(secret)),
+        site=site,
+        role=check_role(request.role),
+        created_by=caller.name,
+        lifetime_ms=request.ttl_ms,
+        node_id=request.node_id,
+    )
+    async with context.database.transaction() as transaction:
+        await tokens.create(transaction, wanted)
+        await context.record(transaction, actor=caller.name, action="token.create", target=f"token/{token_id}")
+    made = await tokens.get(context.database, token_id=token_id)
+    assert made is not None, "the transaction committed"
+    return NewTokenShape(**token_shape(made).model_dump(), token=text)
+
+
+@router.get("")
+async def list_tokens(
+    context: Context,
+    _: Annotated[Principal, Depends(require(Role.OPERATOR))],
+    after: After = None,
+    limit: Limit = PAGE_ROWS,
+) -> Page[TokenShape]:
+    """List tokens, the newest first."""
+    page = await tokens.list_page(context.database, before=after, page_size=limit)
+    return Page(items=[token_shape(token) for token in page], next=page[-1].token_id if len(page) == limit else None)
+
+
+@router.delete("/{token_id}")
+async def revoke(
+    token_id: str, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
+) -> TokenShape:
+    """Make an unused token unusable."""
+    async with context.database.transaction() as transaction:
+        if await tokens.revoke(transaction, token_id=token_id, revoked_by=caller.name):
+            await context.record(transaction, actor=caller.name, action="token.revoke", target=f"token/{token_id}")
+    token = await tokens.get(context.database, token_id=token_id)
+    if token is None:
+        raise refuse(Reason.NOT_FOUND, f"no token {token_id}: `token list` shows the ones there are")
+    if token.used_at_ms is not None:
+        raise refuse(
+            Reason.CONFLICT,
+            f"token {token_id} is spent: node {token.used_node_id} joined by it; to shut that out, revoke the node",
+        )
+    return token_shape(token)

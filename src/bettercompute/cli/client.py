@@ -1,0 +1,122 @@
+"""The command line's way to the HTTP API: where it is, which token, and what a problem document means to a person.
+
+The address comes from `--api`, `BETTER_COMPUTE_API` or the profile file, the token from `BETTER_COMPUTE_TOKEN` or the
+same file (`better-compute/profile.toml` under the XDG configuration folder, keys `api` and `token`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bettercompute.errors import BetterComputeError, Refused, Unavailable
+from bettercompute.protocol.statuses import Reason, Status
+from bettercompute.system import environment
+
+REQUEST_TIMEOUT_S = 30.0
+PAGE_ROWS = 500
+
+_HTTP_STATUS = {
+    400: Status.INVALID_ARGUMENT,
+    401: Status.UNAUTHENTICATED,
+    403: Status.PERMISSION_DENIED,
+    404: Status.NOT_FOUND,
+    409: Status.ALREADY_EXISTS,
+    422: Status.INVALID_ARGUMENT,
+    429: Status.RESOURCE_EXHAUSTED,
+}
+
+
+class ApiClient:
+    """A synchronous client: a command line does one thing at a time."""
+
+    def __init__(self, *, address: str, token: str) -> None:
+        self.address = address.rstrip("/")
+        self._http = httpx.Client(
+            base_url=self.address,
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+        )
+
+    @classmethod
+    def from_environment(cls, api: str | None) -> ApiClient:
+        """Return a client for `--api`, or for what the environment and the profile file say.
+
+        Raises `Refused` where none of them names an address.
+        """
+        variables = environment()
+        profile = _profile(variables)
+        address = api or variables.get("BETTER_COMPUTE_API") or profile.get("api", "")
+        if not address:
+            raise Refused(
+                'no API address: give --api URL, set BETTER_COMPUTE_API, or write api = "..." into the profile file',
+                status=Status.INVALID_ARGUMENT,
+                reason=Reason.INVALID_CONFIG,
+            )
+        return cls(address=address, token=variables.get("BETTER_COMPUTE_TOKEN") or profile.get("token", ""))
+
+    def get(self, path: str, **query: str | int | bool | None) -> Any:
+        """Return the JSON of `GET path`; query values that are None are left out."""
+        return self._request("GET", path, params={name: value for name, value in query.items() if value is not None})
+
+    def post(self, path: str, body: Mapping[str, Any], *, idempotency_key: str | None = None) -> Any:
+        """Return the JSON of `POST path`."""
+        headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
+        return self._request("POST", path, json=dict(body), headers=headers)
+
+    def delete(self, path: str) -> Any:
+        """Return the JSON of `DELETE path`, or None."""
+        return self._request("DELETE", path)
+
+    def pages(self, path: str, **query: str | int | bool | None) -> Iterator[Any]:
+        """Yield the items of every page of a listing."""
+        after: str | None = None
+        while True:
+            page = self.get(path, **{**query, "after": after, "limit": PAGE_ROWS})
+            yield from page["items"]
+            after = page.get("next")
+            if after is None:
+                return
+
+    def _request(self, method: str, path: str, **options: Any) -> Any:
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise Unavailable(
+                f"the API at {self.address} did not answer: {str(error) or type(error).__name__}"
+            ) from None
+        if answer.is_success:
+            return answer.json() if answer.content else None
+        raise _problem(answer)
+
+
+def _problem(answer: httpx.Response) -> BetterComputeError:
+    try:
+        document = answer.json()
+        sentence, reason = str(document.get("detail") or document["title"]), str(document.get("reason", "api"))
+    except (ValueError, KeyError, AttributeError):
+        sentence, reason = f"the API answered HTTP {answer.status_code}", "api"
+    if answer.status_code >= 500:
+        return Unavailable(sentence, reason=reason)
+    if answer.status_code == 401:
+        sentence += " (set BETTER_COMPUTE_TOKEN)"
+    return Refused(sentence, status=_HTTP_STATUS.get(answer.status_code, Status.UNKNOWN), reason=reason)
+
+
+def _profile(variables: Mapping[str, str]) -> dict[str, str]:
+    folder = variables.get("XDG_CONFIG_HOME") or str(Path(variables.get("HOME", "/")) / ".config")
+    path = Path(folder) / "better-compute" / "profile.toml"
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise Refused(
+            f"profile file {path}: {error}", status=Status.INVALID_ARGUMENT, reason=Reason.INVALID_CONFIG
+        ) from None
+    return {name: str(value) for name, value in values.items()}

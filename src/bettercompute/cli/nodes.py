@@ -1,0 +1,143 @@
+"""`better-compute nodes`: the fleet as the control plane sees it, and identities made for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bettercompute.cli import output
+from bettercompute.cli.client import ApiClient
+from bettercompute.cli.durations import format_age
+from bettercompute.cli.options import Api, Json
+
+app = typer.Typer(no_args_is_help=True, help="The fleet's nodes.")
+
+
+@app.command("list")
+def list_nodes(
+    api: Api = None,
+    json: Json = False,
+    state: Annotated[str | None, typer.Option(help="Only nodes in this state.")] = None,
+    site: Annotated[str | None, typer.Option(help="Only nodes of this site.")] = None,
+) -> None:
+    """List nodes with their state, their gateway and how long ago they were heard."""
+    nodes = output.run(lambda: list(ApiClient.from_environment(api).pages("/v1/nodes", state=state, site=site)))
+    if json:
+        for node in nodes:
+            output.print_json(node)
+        return
+    output.print_table(
+        ("node", "state", "site", "role", "daemon", "gateway", "epoch", "seen"),
+        [
+            (
+                node["node_id"],
+                node["state"],
+                node["site"],
+                node["role"],
+                output.cell(node["session"]["daemon_version"]),
+                output.cell(node["session"]["gateway_id"]),
+                node["session"]["epoch"],
+                format_age(node["session"]["last_seen_age_ms"]),
+            )
+            for node in nodes
+        ],
+        empty="no nodes: create a join token with `better-compute token create`, then run `bcd join` on a machine",
+    )
+
+
+@app.command()
+def show(node_id: str, api: Api = None, json: Json = False) -> None:
+    """Show one node: its session, certificates, labels and inventory."""
+    node = output.run(lambda: ApiClient.from_environment(api).get(f"/v1/nodes/{node_id}"))
+    if json:
+        output.print_json(node)
+        return
+    session = node["session"]
+    output.print_facts(
+        {
+            "node": node["node_id"],
+            "state": node["state"] + (f" ({node['state_reason']})" if node["state_reason"] else ""),
+            "site": node["site"],
+            "role": node["role"],
+            "joined": node["joined_at"],
+            "gateway": session["gateway_id"],
+            "epoch": session["epoch"],
+            "boot": session["boot_id"],
+            "journal": session["journal_id"],
+            "daemon": session["daemon_version"],
+            "seen": format_age(session["last_seen_age_ms"]) + " ago"
+            if session["last_seen_age_ms"] is not None
+            else None,
+            "capabilities": ", ".join(session["capabilities"]),
+            "labels": ", ".join(f"{label['key']}={label['value']}" for label in node["labels"]),
+            "generation": f"{node['spec_generation']} (applied {node['applied_generation']})"
+            if node["spec_generation"]
+            else None,
+        }
+    )
+    for condition in node["conditions"]:
+        output.console.print(
+            f"condition  {condition['type']}={condition['status']}  {condition['message']}", markup=False
+        )
+    print_inventory(node["inventory"])
+
+
+def print_inventory(inventory: dict[str, Any]) -> None:
+    """Print what people look for first: the CPU's model, memory, disks, network, GPUs."""
+    facts: dict[str, object] = {}
+    cpu = inventory.get("cpu", {})
+    if cpu:
+        facts["cpu"] = describe_cpu(cpu)
+    if inventory.get("memory"):
+        facts["memory"] = describe_bytes(inventory["memory"].get("total_bytes", 0))
+    if "disks" in inventory:
+        facts["disks"] = ", ".join(describe_disk(disk) for disk in inventory["disks"].get("disks", ())) or "none"
+    if inventory.get("network"):
+        facts["network"] = ", ".join(item["name"] for item in inventory["network"].get("interfaces", ()))
+    if inventory.get("gpus"):
+        facts["gpus"] = ", ".join(gpu.get("name", "?") for gpu in inventory["gpus"].get("gpus", ())) or "none"
+    output.print_facts(facts)
+
+
+def describe_cpu(cpu: dict[str, Any]) -> str:
+    """Return the CPU in a few words: the model and how many threads."""
+    threads = cpu.get("logical_cpus") or cpu.get("threads") or "?"
+    return f"{cpu.get('model_name') or cpu.get('model') or 'unknown model'}, {threads} threads"
+
+
+def describe_disk(disk: dict[str, Any]) -> str:
+    """Return a disk in a few words: its name and size."""
+    return f"{disk.get('name', '?')} {describe_bytes(disk.get('size_bytes', 0))}"
+
+
+def describe_bytes(count: int | str) -> str:
+    """Return a size in binary units; protobuf's JSON writes 64-bit numbers as text."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} PiB"
+
+
+@app.command()
+def provision(
+    node_id: str,
+    out: Annotated[Path, typer.Option(help="The folder to write the identity into; made when missing, must be empty.")],
+    site: Annotated[str | None, typer.Option(help="The node's site. Default: the installation's.")] = None,
+    role: Annotated[str, typer.Option(help="node, site or ramdisk.")] = "node",
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """Write a joined identity to disk, for an image or a test: `bcd node` imports the folder. The key is made here."""
+    from bettercompute.cli.provisioning import write_identity
+
+    written = output.run(
+        lambda: write_identity(ApiClient.from_environment(api), node_id=node_id, site=site, role=role, out=out)
+    )
+    if json:
+        output.print_json(written)
+    else:
+        output.console.print(f"{node_id}: identity written to {out}", markup=False)

@@ -1,0 +1,131 @@
+"""The control plane's one configuration file: every key with its default and its limits.
+
+`docs/examples/better-compute.toml` shows all of it, commented; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bettercompute.errors import Refused
+from bettercompute.protocol.statuses import Reason, Status
+
+CONFIG_BYTES_MAX = 1 << 20
+
+Port = Annotated[int, Field(ge=0, le=65_535)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DatabaseSection(_Section):
+    """PostgreSQL. An empty `dsn` starts the embedded one under `state_dir`."""
+
+    dsn: str = ""
+    pool_size: Annotated[int, Field(ge=2, le=200)] = 10
+
+
+class ApiSection(_Section):
+    """The operators' HTTP API."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8420
+
+
+class GatewaySection(_Section):
+    """The nodes' endpoint."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")] = "gateway"
+    host: str = "0.0.0.0"  # noqa: S104 - nodes dial in from everywhere; mutual TLS guards the port
+    port: Port = 8443
+    advertise_url: str = ""
+    max_streams: Annotated[int, Field(ge=1, le=100_000)] = 5_000
+    handshakes_per_s: Annotated[int, Field(ge=1, le=10_000)] = 200
+    heartbeat_interval_ms: Annotated[int, Field(ge=100, le=600_000)] = 10_000
+
+
+class PkiSection(_Section):
+    """Names that go into certificates, and where the keys are."""
+
+    trust_domain: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,253}$")] = "bc.local"
+    site: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "default"
+    dir: str = ""
+
+
+class WorkerSection(_Section):
+    """The controllers."""
+
+    command_retention_days: Annotated[int, Field(ge=1, le=3_650)] = 30
+
+
+class Config(_Section):
+    """The whole file."""
+
+    state_dir: str = "/var/lib/better-compute"
+    database: DatabaseSection = DatabaseSection()
+    api: ApiSection = ApiSection()
+    gateway: GatewaySection = GatewaySection()
+    pki: PkiSection = PkiSection()
+    worker: WorkerSection = WorkerSection()
+
+    @property
+    def state_path(self) -> Path:
+        """The folder that holds everything this program keeps on disk."""
+        return Path(self.state_dir)
+
+    @property
+    def pki_path(self) -> Path:
+        """The folder of the keys: `pki.dir`, or `pki` under `state_dir`."""
+        return Path(self.pki.dir) if self.pki.dir else self.state_path / "pki"
+
+
+def load(path: Path | None) -> Config:
+    """Return the configuration of a TOML file, or the defaults when there is no path.
+
+    Raises `Refused` naming the file, the key, the value and what is allowed.
+    """
+    if path is None:
+        return Config()
+    try:
+        if path.stat().st_size > CONFIG_BYTES_MAX:
+            raise _refuse(path, f"it is larger than {CONFIG_BYTES_MAX} bytes")
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _refuse(path, str(error)) from None
+    return validate(values, where=path)
+
+
+def validate(values: dict[str, Any], *, where: Path | str) -> Config:
+    """Return `values` as a `Config`, or raise `Refused` with one clause for each wrong key."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise _refuse(where, "; ".join(_clause(dict(problem)) for problem in error.errors())) from None
+
+
+def _clause(problem: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        near = get_close_matches(str(problem["loc"][-1]), _keys(problem["loc"][:-1]), n=1)
+        return f"{key} is not a known key" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"{key} = {problem['input']!r}: {str(problem['msg']).lower()}"
+
+
+def _keys(parents: tuple[str | int, ...]) -> list[str]:
+    model: type[BaseModel] = Config
+    for parent in parents:
+        annotation = model.model_fields[str(parent)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _refuse(where: Path | str, problem: str) -> Refused:
+    return Refused(f"configuration {where}: {problem}", status=Status.INVALID_ARGUMENT, reason=Reason.INVALID_CONFIG)
