@@ -26,7 +26,7 @@ from bettercompute.errors import BetterComputeError
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, CommandKind, unpack_payload
 from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES, MAX_OUTPUT_BYTES, MAX_SENTENCE_CHARS
-from bettercompute.session.effects import HandlerFinished, HandlerProgressed
+from bettercompute.session.inputs import HandlerFinished, HandlerProgressed
 from bettercompute.world import World
 
 # News of one command are sent this often at most; what comes in between is joined.

@@ -31,8 +31,8 @@ _GATE = 'read -r _ && exec "$@" </dev/null'
 _POLL_S = 0.02
 _POLL_STUCK_S = 1.0
 
-# What reads of a program's output take at a time.
-_READ_BYTES = 64 * 1024
+# How long the rest of the output is read once the group has ended; something that left the group may hold it open.
+_OUTPUT_GRACE_S = 1.0
 
 _PROC = Path("/proc")
 
@@ -66,73 +66,102 @@ class Programs:
         if self.cancelled.is_set():
             raise HandlerCancelled
         program = _found(argv[0], environment)
-        child = await asyncio.create_subprocess_exec(
-            "/bin/sh",
-            "-c",
-            _GATE,
-            "sh",
-            program,
-            *argv[1:],
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+        transport, child = await asyncio.get_running_loop().subprocess_exec(
+            lambda: _Child(limit_bytes),
+            *("/bin/sh", "-c", _GATE, "sh", program, *argv[1:]),
             env=dict(environment),
             start_new_session=True,
             cwd="/",
         )
-        group = _Group(child, grace_s=self.grace_s)
+        group = _Group(transport, child, grace_s=self.grace_s)
         try:
-            mark = ProcessMark(self.command_id, child.pid, start_ticks(child.pid) or 0, self.space)
+            mark = ProcessMark(self.command_id, group.number, start_ticks(group.number) or 0, self.space)
             await self.write(NoteProcess(mark))
-            return await self._run(group, timeout_s=timeout_ms / 1000, limit_bytes=limit_bytes)
+            return await self._run(group, timeout_s=timeout_ms / 1000)
         finally:
             try:
                 await group.end()
             finally:
-                await asyncio.shield(self.write(DropProcess(child.pid)))
+                await asyncio.shield(self.write(DropProcess(group.number)))
 
-    async def _run(self, group: _Group, *, timeout_s: float, limit_bytes: int) -> ProgramOutcome:
-        child = group.child
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stderr is not None
-        outputs = [_Kept(limit_bytes), _Kept(limit_bytes)]
-        readers = [
-            asyncio.ensure_future(kept.read_all(stream))
-            for kept, stream in zip(outputs, (child.stdout, child.stderr), strict=True)
-        ]
-        ended = asyncio.ensure_future(child.wait())
+    async def _run(self, group: _Group, *, timeout_s: float) -> ProgramOutcome:
+        exited = asyncio.ensure_future(group.child.exited.wait())
         stopped = asyncio.ensure_future(self.cancelled.wait() if self.interruptible else asyncio.Event().wait())
         try:
-            with contextlib.suppress(ConnectionError):
-                child.stdin.write(b"\n")  # the gate opens
-                child.stdin.close()
-            await asyncio.wait({ended, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            timed_out = not ended.done() and not stopped.done()
-            await group.end()  # a program's own children hold its output open
-            await asyncio.wait(readers)
-            if stopped.done():
-                raise HandlerCancelled
-            assert child.returncode is not None
-            return ProgramOutcome(
-                exit_code=child.returncode,
-                stdout=bytes(outputs[0].data),
-                stderr=bytes(outputs[1].data),
-                timed_out=timed_out,
-                truncated=any(kept.truncated for kept in outputs),
-            )
+            group.open_gate()
+            await asyncio.wait({exited, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (ended, stopped, *readers):
-                task.cancel()
+            exited.cancel()
+            stopped.cancel()
+        still_running = not group.child.exited.is_set()
+        cut = still_running and self.interruptible and self.cancelled.is_set()
+        await group.end()
+        if cut:
+            raise HandlerCancelled
+        exit_code = group.transport.get_returncode()
+        assert exit_code is not None
+        stdout, stderr = group.child.kept[1], group.child.kept[2]
+        return ProgramOutcome(
+            exit_code=exit_code,
+            stdout=bytes(stdout.data),
+            stderr=bytes(stderr.data),
+            timed_out=still_running,
+            truncated=stdout.truncated or stderr.truncated,
+        )
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The first bytes of an output stream; the rest is read and dropped, so that the program never blocks."""
+
+    limit_bytes: int
+    data: bytearray = field(default_factory=bytearray)
+    truncated: bool = False
+
+    def add(self, piece: bytes) -> None:
+        room = self.limit_bytes - len(self.data)
+        self.data += piece[:room]
+        self.truncated = self.truncated or len(piece) > room
+
+
+class _Child(asyncio.SubprocessProtocol):
+    """What a child's pipes and its end tell. `exited` is the leader's own end, whoever still holds its output open."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.kept = {1: _Kept(limit_bytes), 2: _Kept(limit_bytes)}
+        self.exited = asyncio.Event()
+        self.finished = asyncio.Event()
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.kept[fd].add(data)
+
+    def process_exited(self) -> None:
+        self.exited.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the name is asyncio's
+        self.finished.set()
 
 
 @dataclass(slots=True)
 class _Group:
     """A child and its process group, which are ended and reaped exactly once: afterwards the id may be another's."""
 
-    child: asyncio.subprocess.Process
+    transport: asyncio.SubprocessTransport
+    child: _Child
     grace_s: float
     ending: asyncio.Task[None] | None = None
+
+    @property
+    def number(self) -> int:
+        """The group's id, which is the leader's process id."""
+        return self.transport.get_pid()
+
+    def open_gate(self) -> None:
+        """Let the program begin."""
+        gate = self.transport.get_pipe_transport(0)
+        assert isinstance(gate, asyncio.WriteTransport)
+        gate.write(b"\n")
+        gate.close()
 
     async def end(self) -> None:
         """Return when the group has ended and the child is reaped, however often this is interrupted."""
@@ -147,26 +176,16 @@ class _Group:
             raise interrupted
 
     async def _end_and_reap(self) -> None:
-        assert self.child.stdin is not None
-        self.child.stdin.close()
-        if self.child.returncode is None or group_lives(self.child.pid):
-            await end_group(self.child.pid, grace_s=self.grace_s)
-        await self.child.wait()
-
-
-@dataclass(slots=True)
-class _Kept:
-    """The first bytes of an output stream; the rest is read and dropped, so that the program never blocks."""
-
-    limit_bytes: int
-    data: bytearray = field(default_factory=bytearray)
-    truncated: bool = False
-
-    async def read_all(self, stream: asyncio.StreamReader) -> None:
-        while piece := await stream.read(_READ_BYTES):
-            room = self.limit_bytes - len(self.data)
-            self.data += piece[:room]
-            self.truncated = self.truncated or len(piece) > room
+        if not self.child.exited.is_set() or group_lives(self.number):
+            await end_group(self.number, grace_s=self.grace_s)
+        await self.child.exited.wait()
+        gate = self.transport.get_pipe_transport(0)
+        if gate is not None:
+            gate.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OUTPUT_GRACE_S):
+                await self.child.finished.wait()
+        self.transport.close()
 
 
 async def end_left_running(

@@ -161,6 +161,12 @@ async def test_a_child_left_behind_by_its_program_is_ended(marks: Marks) -> None
     assert not group_lives(group_of(marks))
 
 
+async def test_what_left_the_group_does_not_hold_the_command(marks: Marks, line: Line) -> None:
+    outcome = await run(programs(marks), "sh", "-c", f"setsid sh -c 'echo $$ > {line.path}; exec sleep 600' & echo out")
+    assert outcome.stdout == b"out\n"
+    os.kill(int(await line.read()), signal.SIGKILL)
+
+
 async def test_what_ignores_term_is_killed(marks: Marks) -> None:
     runner = programs(marks, grace_s=0.1)
     outcome = await run(runner, "sh", "-c", "trap '' TERM; sleep 600 & wait; sleep 600", timeout_ms=200)
