@@ -40,8 +40,8 @@ class LeaseName:
 class LeaseConnection(Protocol):
     """One connection of the lease's own."""
 
-    async def claim(self) -> None:
-        """Insert the row."""
+    async def claim(self) -> bool:
+        """Insert the row, or extend it when an earlier claim's answer was lost; False when it is retired."""
         ...
 
     async def renew(self, *, streams: int) -> bool:
@@ -117,9 +117,8 @@ class LeaseKeeper:
             self._connection = await self._connect()
         if not self._claimed:
             # A claim whose reply was lost is in the table: claiming is an upsert by name and token.
-            await self._connection.claim()
-            self._claimed = True
-            return True
+            self._claimed = await self._connection.claim()
+            return self._claimed
         return await self._connection.renew(streams=self._streams())
 
     async def _disconnect(self) -> None:

@@ -12,6 +12,7 @@ from bettercompute.delivery.commands import CommandState, OutgoingCommand
 from bettercompute.delivery.facts import EventsFact
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import decode_message
+from bettercompute.protocol.limits import MAX_OUTPUT_BYTES
 from bettercompute.session.gateway_side import DispatchDemand
 from bettercompute.store import channels
 from bettercompute.store.database import Queries
@@ -35,6 +36,9 @@ class CommandNews:
     result: bytes
     signature: bytes
     authenticated: bool
+    progress: bytes
+    started_at_ms: int
+    """When the effect began, as the daemon tells it; 0: it did not, or is not told."""
     outbox_id: str
     """Drawn for its `command.finished`, used only when this batch ends it."""
 
@@ -67,13 +71,14 @@ class StatusNews:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SectionNews:
-    """One inventory section of a node."""
+class OutputPiece:
+    """A piece of a running command's output."""
 
     node_id: str
-    section: str
-    sha256: bytes
-    body: bytes
+    command_id: str
+    offset: int
+    data: bytes
+    dropped_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +116,8 @@ async def store_command_news(queries: Queries, news: Sequence[CommandNews], *, e
         results=[(item.result or None) if item.ended else None for item in news],
         signatures=[item.signature or None for item in news],
         unauthenticated=[not item.authenticated for item in news],
+        progresses=[item.progress or None for item in news],
+        started_at_ms=[item.started_at_ms or None for item in news],
         outbox_ids=[item.outbox_id for item in news],
         event_type=event_type,
         **_notices([item.command_id for item in news if item.ended]),
@@ -182,19 +189,20 @@ async def store_statuses(queries: Queries, statuses: Sequence[StatusNews]) -> No
     )
 
 
-async def store_inventory(
-    queries: Queries, *, sections: Sequence[SectionNews], hashes: Sequence[tuple[str, str, bytes]]
-) -> None:
-    """Write inventory sections, and the hashes (node id, section, SHA-256) that daemons report."""
+async def store_output(queries: Queries, pieces: Sequence[OutputPiece]) -> None:
+    """Write pieces of live output; of a command about the last 64 KiB are kept."""
     await queries.execute(
-        "delivery.store_inventory",
-        section_node_ids=[section.node_id for section in sections],
-        sections=[section.section for section in sections],
-        section_sha256s=[section.sha256 for section in sections],
-        bodies=[section.body for section in sections],
-        hash_node_ids=[node_id for node_id, _, _ in hashes],
-        hash_sections=[section for _, section, _ in hashes],
-        hash_sha256s=[sha256 for _, _, sha256 in hashes],
+        "delivery.store_output",
+        command_ids=[piece.command_id for piece in pieces],
+        node_ids=[piece.node_id for piece in pieces],
+        offsets=[piece.offset for piece in pieces],
+        pieces=[piece.data for piece in pieces],
+        dropped=[piece.dropped_bytes for piece in pieces],
+    )
+    await queries.execute(
+        "delivery.trim_output",
+        command_ids=sorted({piece.command_id for piece in pieces}),
+        kept_bytes=MAX_OUTPUT_BYTES,
     )
 
 
@@ -229,6 +237,8 @@ async def dispatch(queries: Queries, demands: Sequence[DispatchDemand], *, lease
                 seen=SEEN[row["state"]],
                 body=row["body"],
                 signature=row["signature"] or b"",
+                batch_approval=row["batch_approval"] or b"",
+                batch_proof=row["batch_proof"] or b"",
             ),
         )
         for row in rows

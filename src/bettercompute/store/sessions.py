@@ -6,7 +6,7 @@ Typed on top of `queries/sessions.sql`: the pure rules' facts come out, their pl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from bettercompute.session.hello_plan import (
 from bettercompute.store import channels
 from bettercompute.store.database import Queries, Row
 
+# AgentRole on the wire, a word in the tables.
 ROLE_NAMES: Mapping[int, str] = {1: "node", 2: "site", 3: "ramdisk"}
 ROLE_NUMBERS: Mapping[str, int] = {name: number for number, name in ROLE_NAMES.items()}
 
@@ -70,17 +71,6 @@ class Disconnect:
     reason: str
     outbox_id: str
     payload: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RevokedSerial:
-    """A line of the revocation feed."""
-
-    serial: str
-    node_id: str
-    reason: str
-    revoked_at_ms: int
-    not_after_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +171,8 @@ def _session_row(row: Row) -> SessionRow:
 
 
 def _command_in_flight(command: tuple[Any, ...]) -> CommandInFlight:
-    command_id, kind, lane, seq, state, attempt, sent_boot_id, cancel_requested, body, signature = command
+    command_id, kind, lane, seq, state, attempt, sent_boot_id, cancel_requested, body, signature, *approval = command
+    batch_approval, batch_proof = approval
     return CommandInFlight(
         command_id=command_id,
         kind=kind,
@@ -193,6 +184,8 @@ def _command_in_flight(command: tuple[Any, ...]) -> CommandInFlight:
         cancel_requested=cancel_requested,
         body=body,
         signature=signature or b"",
+        batch_approval=batch_approval or b"",
+        batch_proof=batch_proof or b"",
     )
 
 
@@ -375,29 +368,8 @@ async def recently_published_specs(queries: Queries, *, gateway_id: str, window_
     return [row["node_id"] for row in rows]
 
 
-async def revoked_since(queries: Queries, *, since_ms: int) -> list[RevokedSerial]:
-    """Return the unexpired serials revoked at or after a moment; 0 returns all of them."""
-    rows = await queries.fetch("sessions.revoked_since", since_ms=since_ms)
-    return [
-        RevokedSerial(
-            serial=row["serial"],
-            node_id=row["node_id"],
-            reason=row["revocation_reason"],
-            revoked_at_ms=row["revoked_at_ms"],
-            not_after_ms=row["not_after_ms"],
-        )
-        for row in rows
-    ]
-
-
 async def server_time_ms(queries: Queries) -> int:
     """Return compute_now()."""
     row = await queries.fetch_one("sessions.server_time")
     assert row is not None
     return int(row["now_ms"])
-
-
-async def room_elsewhere(queries: Queries, *, gateway_id: str) -> Iterable[tuple[int, int]]:
-    """Return streams and stream limit of the other live gateways that do not drain."""
-    rows = await queries.fetch("sessions.gateways", gateway_id=gateway_id)
-    return [(row["stream_count"], row["stream_limit"]) for row in rows if not row["draining"]]

@@ -36,9 +36,10 @@ class Connection:
         if self.table.faults:
             raise self.table.faults.pop(0)
 
-    async def claim(self) -> None:
+    async def claim(self) -> bool:
         self.fail()
         self.table.held = True
+        return True
 
     async def renew(self, *, streams: int) -> bool:
         self.fail()

@@ -6,8 +6,9 @@ WITH said AS MATERIALIZED (
   SELECT u.*
   FROM unnest(:command_ids::text[], :node_ids::text[], :states::smallint[], :saw_acked::boolean[],
     :saw_running::boolean[], :reasons::text[], :messages::text[], :results::bytea[], :signatures::bytea[],
-    :unauthenticated::boolean[], :outbox_ids::text[])
-    AS u (id, node_id, state, saw_acked, saw_running, reason, message, result, signature, unauthenticated, outbox_id)
+    :unauthenticated::boolean[], :progresses::bytea[], :started_at_ms::bigint[], :outbox_ids::text[])
+    AS u (id, node_id, state, saw_acked, saw_running, reason, message, result, signature, unauthenticated, progress,
+      started_at_ms, outbox_id)
 ), held AS MATERIALIZED (
   SELECT c.id, c.state FROM commands c JOIN said ON said.id = c.id
   WHERE c.node_id = said.node_id
@@ -21,9 +22,11 @@ WITH said AS MATERIALIZED (
     running_at = CASE WHEN said.saw_running THEN coalesce(c.running_at, compute_now()) ELSE c.running_at END,
     finished_at = CASE WHEN said.state >= 5 THEN compute_now() END,
     reason = said.reason, message = said.message, result = said.result, update_signature = said.signature,
-    unauthenticated = said.unauthenticated
+    unauthenticated = said.unauthenticated, progress = coalesce(said.progress, c.progress),
+    started_at = coalesce(at_ms(said.started_at_ms), c.started_at)
   FROM held, said
-  WHERE c.id = held.id AND said.id = held.id AND held.state < 5 AND said.state > held.state
+  WHERE c.id = held.id AND said.id = held.id AND held.state < 5
+    AND (said.state > held.state OR (said.state = held.state AND said.progress IS NOT NULL))
   RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id, said.outbox_id
 ), told AS (
   INSERT INTO outbox (id, type, node_id, payload)
@@ -130,30 +133,29 @@ WITH said AS MATERIALIZED (
 )
 SELECT count(*) AS nodes FROM nodes_locked;
 
--- name: delivery.store_inventory
+-- name: delivery.store_output
 -- fact
-WITH nodes_known AS MATERIALIZED (
-  SELECT n.node_id FROM nodes n
-  WHERE n.node_id = ANY (:section_node_ids::text[]) OR n.node_id = ANY (:hash_node_ids::text[])
-), sections AS (
-  INSERT INTO inventory_sections AS i (node_id, section, sha256, body)
-  SELECT u.node_id, u.section, u.sha256, u.body
-  FROM unnest(:section_node_ids::text[], :sections::text[], :section_sha256s::bytea[], :bodies::bytea[])
-    AS u (node_id, section, sha256, body)
-  JOIN nodes_known ON nodes_known.node_id = u.node_id
-  ORDER BY u.node_id, u.section
-  ON CONFLICT (node_id, section) DO UPDATE
-  SET sha256 = excluded.sha256, body = excluded.body, received_at = compute_now()
-), hashes AS (
-  INSERT INTO inventory_hashes AS h (node_id, section, sha256)
-  SELECT u.node_id, u.section, u.sha256
-  FROM unnest(:hash_node_ids::text[], :hash_sections::text[], :hash_sha256s::bytea[]) AS u (node_id, section, sha256)
-  JOIN nodes_known ON nodes_known.node_id = u.node_id
-  ORDER BY u.node_id, u.section
-  ON CONFLICT (node_id, section) DO UPDATE SET sha256 = excluded.sha256, reported_at = compute_now()
-  WHERE h.sha256 <> excluded.sha256
+INSERT INTO command_output (command_id, output_offset, node_id, data, dropped_bytes)
+SELECT u.command_id, u.output_offset, u.node_id, u.data, u.dropped_bytes
+FROM unnest(:command_ids::text[], :node_ids::text[], :offsets::bigint[], :pieces::bytea[], :dropped::bigint[])
+  AS u (command_id, node_id, output_offset, data, dropped_bytes)
+JOIN commands c ON c.id = u.command_id AND c.node_id = u.node_id
+ORDER BY u.command_id, u.output_offset
+ON CONFLICT DO NOTHING;
+
+-- name: delivery.trim_output
+-- fact
+WITH kept AS MATERIALIZED (
+  SELECT o.command_id, max(o.output_offset) - :kept_bytes AS first_kept FROM command_output o
+  WHERE o.command_id = ANY (:command_ids::text[]) GROUP BY o.command_id
+), locked AS MATERIALIZED (
+  SELECT o.command_id, o.output_offset FROM command_output o JOIN kept ON kept.command_id = o.command_id
+  WHERE o.output_offset + octet_length(o.data) <= kept.first_kept
+  ORDER BY o.command_id, o.output_offset
+  FOR UPDATE OF o
 )
-SELECT count(*) AS nodes FROM nodes_known;
+DELETE FROM command_output o USING locked
+WHERE o.command_id = locked.command_id AND o.output_offset = locked.output_offset;
 
 -- name: delivery.dispatch
 -- fenced
@@ -195,7 +197,8 @@ SET state = greatest(c.state, 2), session_id = routed.session_id, session_epoch 
 FROM locked, routed
 WHERE c.id = locked.id AND routed.node_id = c.node_id
   AND (c.state = 1 OR (c.state IN (2, 3, 4) AND c.session_id = routed.session_id AND c.session_epoch = routed.session_epoch))
-RETURNING c.id, c.node_id, c.session_id, c.kind, c.lane, c.seq, c.attempt, c.state, c.body, c.signature;
+RETURNING c.id, c.node_id, c.session_id, c.kind, c.lane, c.seq, c.attempt, c.state, c.body, c.signature,
+  c.batch_approval, c.batch_proof;
 
 -- name: delivery.put_back
 -- fenced

@@ -32,7 +32,7 @@ SELECT
   (c.superseded_at IS NOT NULL) AS certificate_superseded, (c.first_used_at IS NOT NULL) AS certificate_used,
   ARRAY (
     SELECT ROW (r.id, r.kind, r.lane::int, r.seq, r.state::int, r.attempt, r.sent_boot_id,
-                r.cancel_requested_at IS NOT NULL, r.body, r.signature)
+                r.cancel_requested_at IS NOT NULL, r.body, r.signature, r.batch_approval, r.batch_proof)
     FROM reported r WHERE r.state IN (2, 3, 4) ORDER BY r.seq) AS commands,
   ARRAY (
     SELECT ROW (i.section, i.sha256) FROM inventory_sections i WHERE i.node_id = s.node_id) AS sections
@@ -105,6 +105,9 @@ WITH taken AS (
   INSERT INTO node_labels (node_id, source, key, value)
   SELECT taken.node_id, 'system', key, '1' FROM taken, unnest(:capability_labels::text[]) AS u (key) ORDER BY key
   ON CONFLICT DO NOTHING
+), unhashed AS (
+  DELETE FROM inventory_hashes h USING taken
+  WHERE h.node_id = taken.node_id AND h.section <> ALL (:sections::text[])
 ), hashed AS (
   INSERT INTO inventory_hashes AS h (node_id, section, sha256)
   SELECT taken.node_id, u.section, u.sha256
@@ -243,17 +246,6 @@ SELECT n.node_id
 FROM nodes n JOIN node_sessions s ON s.node_id = n.node_id
 WHERE n.spec_updated_at > compute_now() - ms(:window_ms) AND s.gateway_id = :gateway_id;
 
--- name: sessions.revoked_since
--- other: the revocation feed, with an overlap for transactions that commit late; 0 reads it whole
-SELECT c.serial, c.node_id, c.revocation_reason, to_ms(c.revoked_at) AS revoked_at_ms, to_ms(c.not_after) AS not_after_ms
-FROM node_certs c
-WHERE c.revoked_at IS NOT NULL AND c.revoked_at >= at_ms(:since_ms) AND c.not_after > compute_now();
-
 -- name: sessions.server_time
 -- other: asks the only clock of record
 SELECT to_ms(compute_now()) AS now_ms;
-
--- name: sessions.gateways
--- other: whether another live gateway has room for the streams that this one refuses
-SELECT l.name, l.stream_count, l.stream_limit, l.draining FROM leases l
-WHERE l.retired_at IS NULL AND l.expires_at > compute_now() AND l.name <> :gateway_id;

@@ -1,0 +1,334 @@
+"""The statements of delivery against PostgreSQL: facts, events, dispatch, put-back, expiry."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from tests.contract.gateway import seed
+
+from bettercompute.delivery.commands import FACT_MERGE, CommandState, Merge
+from bettercompute.delivery.facts import EventRecord, EventsFact
+from bettercompute.protocol import messages
+from bettercompute.session.gateway_side import DispatchDemand, LaneDemand
+from bettercompute.store import delivery
+from bettercompute.store.sessions import SessionKey
+
+KEY = SessionKey(node_id="node-a", session_id="session-a", epoch=7)
+_NUMBERS = itertools.count(1)
+
+
+def news(
+    command_id: str, state: CommandState, *, node_id: str = "node-a", reason: str = "", result: bytes = b""
+) -> delivery.CommandNews:
+    return delivery.CommandNews(
+        node_id=node_id,
+        command_id=command_id,
+        state=state,
+        saw_acked=state is CommandState.ACKED,
+        saw_running=state is CommandState.RUNNING,
+        reason=reason,
+        message="",
+        result=result,
+        signature=b"",
+        authenticated=True,
+        progress=b"",
+        started_at_ms=0,
+        outbox_id=f"outbox-{next(_NUMBERS)}",
+    )
+
+
+def demand(
+    key: SessionKey = KEY,
+    *,
+    pending: int = 8,
+    held: tuple[str, ...] = (),
+    kinds: frozenset[str] | None = None,
+    signed_only: bool = False,
+) -> DispatchDemand:
+    return DispatchDemand(
+        node_id=key.node_id,
+        session_id=key.session_id,
+        epoch=key.epoch,
+        boot_id="boot",
+        lanes=(LaneDemand(lane=messages.LANE_CONTROL, free=8, held=held, pending=pending),),
+        kinds=kinds,
+        signed_only=signed_only,
+    )
+
+
+def events(journal_id: str, *seqs: int, ids: str = "event") -> EventsFact:
+    return EventsFact(
+        journal_id,
+        tuple(EventRecord(seq=seq, event_id=f"{ids}-{seq}", type="daemon.started", at_ms=1_000) for seq in seqs),
+    )
+
+
+@pytest.fixture
+async def fleet(database):
+    await seed.add_lease(database)
+    await seed.add_node(database, "node-a")
+    await seed.add_node(database, "node-b")
+    await seed.connect_node(database, KEY)
+    return database
+
+
+async def test_a_fact_moves_a_row_exactly_as_the_table_says(fleet):
+    for (stored, said), expected in FACT_MERGE.items():
+        command_id = f"{stored.name}-{said.name}".lower()
+        await seed.add_command(fleet, "node-a", command_id, state=stored, key=KEY if stored > 1 else None)
+        counts = await delivery.store_command_news(fleet, [news(command_id, said)], event_type="command.finished")
+        moved = expected is Merge.STORE
+        assert await seed.state_of(fleet, command_id) == (said if moved else stored), command_id
+        assert (counts.moved, counts.late) == (moved, expected is Merge.LATE), command_id
+
+
+async def test_a_finished_command_is_published_once(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+    for _ in range(2):
+        await delivery.store_command_news(
+            fleet, [news("c1", CommandState.SUCCEEDED, result=b"done")], event_type="command.finished"
+        )
+    rows = await fleet.query("SELECT type, node_id, payload->>'commandId' AS id FROM outbox")
+    assert [(row["type"], row["node_id"], row["id"]) for row in rows] == [("command.finished", "node-a", "c1")]
+    rows = await fleet.query("SELECT result, finished_at FROM commands")
+    assert rows[0]["result"] == b"done"
+    assert rows[0]["finished_at"] is not None
+
+
+async def test_another_nodes_command_is_left_alone(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+    counts = await delivery.store_command_news(
+        fleet, [news("c1", CommandState.SUCCEEDED, node_id="node-b")], event_type="command.finished"
+    )
+    assert (counts.moved, counts.late) == (0, 1)
+    assert await seed.state_of(fleet, "c1") == CommandState.DISPATCHED
+
+
+async def test_a_failure_without_a_code_is_stored_as_failed(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+    await delivery.store_command_news(fleet, [news("c1", CommandState.FAILED)], event_type="command.finished")
+    rows = await fleet.query("SELECT reason FROM commands")
+    assert rows[0]["reason"] == "failed"
+
+
+async def test_events_are_stored_once_and_acked(fleet):
+    assert await delivery.store_events(fleet, {"node-a": events("journal", 1, 2, 3)}) == {"node-a": 3}
+    assert await delivery.store_events(fleet, {"node-a": events("journal", 2, 3, 4)}) == {"node-a": 4}
+    rows = await fleet.query("SELECT seq FROM node_events ORDER BY seq")
+    assert [row["seq"] for row in rows] == [1, 2, 3, 4]
+
+
+async def test_an_event_id_is_stored_once_whatever_its_seq(fleet):
+    await delivery.store_events(fleet, {"node-a": events("old", 1, 2)})
+    recovered = EventsFact(
+        "journal", (EventRecord(seq=1, event_id="event-1", type="daemon.started", at_ms=1_000, recovered=True),)
+    )
+    assert await delivery.store_events(fleet, {"node-a": recovered}) == {"node-a": 1}
+    rows = await fleet.query("SELECT journal_id, seq FROM node_events ORDER BY journal_id, seq")
+    assert [(row["journal_id"], row["seq"]) for row in rows] == [("old", 1), ("old", 2)]
+
+
+async def test_the_ack_is_never_raised_past_a_gap(fleet):
+    await delivery.store_events(fleet, {"node-a": events("journal", 1)})
+    assert await delivery.store_events(fleet, {"node-a": events("journal", 5, 6)}) == {"node-a": 1}
+
+
+async def test_the_ack_is_raised_for_the_rows_journal_only(fleet):
+    assert await delivery.store_events(fleet, {"node-a": events("another", 1, 2)}) == {"node-a": 0}
+    rows = await fleet.query("SELECT acked_event_seq FROM node_sessions WHERE node_id = 'node-a'")
+    assert rows[0]["acked_event_seq"] == 0
+
+
+async def test_dispatch_marks_in_order_within_the_credits(fleet):
+    for number in range(4):
+        await seed.add_command(fleet, "node-a", f"c{number}")
+    marked = await delivery.dispatch(fleet, [demand(pending=3)], lease=seed.LEASE)
+    assert [item.command.command_id for item in marked] == ["c0", "c1", "c2"]
+    assert {item.command.attempt for item in marked} == {1}
+    assert {item.command.seen for item in marked} == {None}
+    rows = await fleet.query("SELECT session_id, session_epoch, sent_boot_id FROM commands WHERE state = 2")
+    assert {(row["session_id"], row["session_epoch"], row["sent_boot_id"]) for row in rows} == {
+        ("session-a", 7, "boot")
+    }
+
+
+async def test_dispatch_leaves_what_may_not_go_yet_or_any_more(fleet):
+    await seed.add_command(fleet, "node-a", "early", not_before_s=60)
+    await seed.add_command(fleet, "node-a", "late", not_after_s=-1)
+    await seed.add_command(fleet, "node-a", "kind", kind="node.reboot")
+    await seed.add_command(fleet, "node-a", "cancelled")
+    await fleet.query(
+        "UPDATE commands SET cancel_requested_at = now(), cancel_requested_by = 'op' WHERE id = 'cancelled'"
+    )
+    marked = await delivery.dispatch(fleet, [demand(kinds=frozenset({"inventory.refresh"}))], lease=seed.LEASE)
+    assert marked == []
+
+
+async def test_a_signed_only_session_gets_no_unsigned_command(fleet):
+    await seed.add_command(fleet, "node-a", "c1")
+    assert await delivery.dispatch(fleet, [demand(signed_only=True)], lease=seed.LEASE) == []
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        SessionKey(node_id="node-a", session_id="session-a", epoch=6),
+        SessionKey(node_id="node-a", session_id="another", epoch=7),
+    ],
+)
+async def test_dispatch_of_an_older_session_marks_nothing(fleet, key):
+    await seed.add_command(fleet, "node-a", "c1")
+    assert await delivery.dispatch(fleet, [demand(key)], lease=seed.LEASE) == []
+
+
+@pytest.mark.parametrize("fault", ["expired", "other-token", "retired", "nearly-expired"])
+async def test_dispatch_without_the_lease_marks_nothing(fleet, fault):
+    await seed.add_command(fleet, "node-a", "c1")
+    change = {
+        "expired": "expires_at = compute_now() - interval '1 second'",
+        "other-token": "token = 'stolen'",
+        "retired": "retired_at = compute_now()",
+        "nearly-expired": "expires_at = compute_now() + interval '2 seconds'",
+    }[fault]
+    await fleet.query(f"UPDATE leases SET {change}")
+    assert await delivery.dispatch(fleet, [demand()], lease=seed.LEASE) == []
+    assert await seed.state_of(fleet, "c1") == CommandState.PENDING
+
+
+async def test_held_commands_are_sent_again_in_their_own_epoch_only(fleet):
+    await seed.add_command(fleet, "node-a", "mine", state=3, key=KEY)
+    older = SessionKey(node_id="node-a", session_id="older", epoch=6)
+    await seed.add_command(fleet, "node-a", "older", state=2, key=older)
+    marked = await delivery.dispatch(fleet, [demand(pending=0, held=("mine", "older"))], lease=seed.LEASE)
+    assert [(item.command.command_id, item.command.attempt, item.command.seen) for item in marked] == [
+        ("mine", 2, CommandState.ACKED)
+    ]
+
+
+async def test_a_dispatch_that_waited_for_a_hello_marks_nothing(fleet):
+    await seed.add_command(fleet, "node-a", "c1")
+    async with fleet.transaction() as hello:
+        await hello.query("SELECT FROM node_sessions WHERE node_id = 'node-a' FOR NO KEY UPDATE")
+        waiting = asyncio.create_task(delivery.dispatch(fleet, [demand()], lease=seed.LEASE))
+        await until_blocked(fleet)
+        await hello.query("UPDATE node_sessions SET session_epoch = 8, session_id = 'newer' WHERE node_id = 'node-a'")
+    assert await asyncio.wait_for(waiting, 5) == []
+    assert await seed.state_of(fleet, "c1") == CommandState.PENDING
+
+
+async def until_blocked(database) -> None:
+    for _ in range(2_000):
+        rows = await database.query(
+            "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
+        if rows:
+            return
+    raise AssertionError("nobody waits for a lock")
+
+
+def busy(command_id: str, *, key: SessionKey = KEY, attempt: int = 1) -> delivery.BusyCommand:
+    return delivery.BusyCommand(
+        key=key, command_id=command_id, attempt=attempt, back_off_ms=1_000, outbox_id=f"outbox-{command_id}"
+    )
+
+
+async def test_a_busy_command_is_pending_again_later(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+    result = await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished")
+    assert result == {"c1": CommandState.PENDING}
+    rows = await fleet.query("SELECT not_before > compute_now() AS later, session_id, busy_count FROM commands")
+    assert (rows[0]["later"], rows[0]["session_id"], rows[0]["busy_count"]) == (True, None, 1)
+
+
+async def test_a_busy_command_with_a_cancel_is_cancelled_and_published(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+    await fleet.query("UPDATE commands SET cancel_requested_at = now(), cancel_requested_by = 'op'")
+    result = await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished")
+    assert result == {"c1": CommandState.CANCELLED}
+    assert len(await fleet.query("SELECT FROM outbox")) == 1
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        busy("c1", attempt=2),
+        busy("c1", key=SessionKey(node_id="node-a", session_id="session-a", epoch=6)),
+        busy("c1", key=SessionKey(node_id="node-b", session_id="session-a", epoch=7)),
+    ],
+)
+async def test_a_put_back_of_another_sending_matches_nothing(fleet, said):
+    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+    assert await delivery.put_back(fleet, [said], lease=seed.LEASE, event_type="command.finished") == {}
+    assert await seed.state_of(fleet, "c1") == CommandState.DISPATCHED
+
+
+async def test_an_acked_command_is_not_put_back(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=3, key=KEY)
+    assert await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished") == {}
+
+
+async def test_status_generations_and_trust_only_rise(fleet):
+    report = messages.StatusReport(
+        observed_generation=4,
+        conditions=[messages.Condition(type="ClockUnconfirmed", status=messages.CONDITION_STATUS_TRUE, reason="far")],
+    )
+    status = delivery.StatusNews(
+        node_id="node-a",
+        observed_generation=4,
+        applied_generation=3,
+        report=report.SerializeToString(),
+        trust_version=5,
+        approver_set_epoch=2,
+        approver_set_sha256=b"x" * 32,
+    )
+    await delivery.store_statuses(fleet, [status])
+    older = delivery.StatusNews(
+        node_id="node-a", observed_generation=2, applied_generation=1, report=b"", trust_version=4, approver_set_epoch=1
+    )
+    await delivery.store_statuses(fleet, [older])
+    rows = await fleet.query(
+        "SELECT concat_ws('/', observed_generation, applied_generation, trust_version, approver_set_epoch) AS all"
+        " FROM nodes JOIN node_sessions USING (node_id) WHERE node_id = 'node-a'"
+    )
+    assert rows[0]["all"] == "4/3/5/2"
+    assert await fleet.query("SELECT FROM node_conditions") == [], "the newer report names no condition"
+
+
+async def test_the_last_output_of_a_command_is_kept(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=4, key=KEY)
+    size = 16 * 1024
+    for number in range(8):
+        piece = delivery.OutputPiece(
+            node_id="node-a", command_id="c1", offset=number * size, data=b"x" * size, dropped_bytes=0
+        )
+        await delivery.store_output(fleet, [piece, piece])
+    foreign = delivery.OutputPiece(node_id="node-b", command_id="c1", offset=8 * size, data=b"x", dropped_bytes=0)
+    await delivery.store_output(fleet, [foreign])
+    rows = await fleet.query("SELECT output_offset FROM command_output ORDER BY output_offset")
+    assert [row["output_offset"] // size for row in rows] == [3, 4, 5, 6, 7]
+
+
+async def test_cancels_and_the_poll_name_the_nodes_with_work(fleet):
+    assert await delivery.nodes_with_work(fleet, gateway_id=seed.LEASE.gateway_id) == []
+    await seed.add_command(fleet, "node-a", "c1", state=3, key=KEY)
+    await seed.add_command(fleet, "node-b", "c2")
+    await fleet.query(
+        "UPDATE commands SET cancel_requested_at = now(), cancel_requested_by = 'op', cancel_reason = 'why'"
+        " WHERE id = 'c1'"
+    )
+    assert await delivery.nodes_with_work(fleet, gateway_id=seed.LEASE.gateway_id) == ["node-a"]
+    assert await delivery.cancels_of(fleet, ["node-a", "node-b"]) == [("node-a", "c1", "why")]
+
+
+async def test_expiry_ends_what_is_overdue_in_batches(fleet):
+    for number in range(3):
+        await seed.add_command(fleet, "node-a", f"c{number}", not_after_s=-1)
+    await seed.add_command(fleet, "node-a", "good")
+    first = await delivery.expire(fleet, outbox_ids=["o1", "o2"], event_type="command.finished", message="too late")
+    rest = await delivery.expire(fleet, outbox_ids=["o3", "o4"], event_type="command.finished", message="too late")
+    assert len(first) == 2
+    assert len(rest) == 1
+    assert await seed.state_of(fleet, "good") == CommandState.PENDING
+    assert len(await fleet.query("SELECT FROM outbox")) == 3
