@@ -22,7 +22,7 @@ from bettercompute.daemon.programs import group_lives, process_space
 from bettercompute.delivery.commands import CommandState
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import pack_payload
-from bettercompute.session.effects import HandlerFinished, HandlerProgressed
+from bettercompute.session.inputs import HandlerFinished, HandlerProgressed
 from bettercompute.system import system_world
 
 
