@@ -2,125 +2,17 @@
 through.
 
 One `DaemonSession` lives as long as the daemon's process: between streams it waits and keeps what it owes, on a
-stream it says Hello, judges Welcome (the barrier) and works. Nothing is decided here: the rules live in `welcome`,
-`clock`, `busy`, `resume`, `liveness`, `reconnect` and in `delivery`.
+stream it says Hello, judges Welcome (the barrier) and works. Nothing is decided here: the rules live in `hello`,
+`welcome`, `clock`, `daemon_commands`, `busy`, `resume`, `liveness`, `reconnect` and in `delivery`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts, Phase
+from bettercompute.session.effects import DaemonEffect
+from bettercompute.session.inputs import DaemonInput
 
-from bettercompute.delivery.journal_rules import JournalEntry
-from bettercompute.delivery.lanes import DaemonLane
-from bettercompute.protocol import messages
-from bettercompute.session.clock import Clock
-from bettercompute.session.effects import DaemonEffect, DaemonInput
-from bettercompute.session.reconnect import Backoff
-
-
-class Phase(StrEnum):
-    """Where the daemon is with its stream."""
-
-    OFFLINE = "offline"
-    AWAITING_WELCOME = "awaiting-welcome"
-    LIVE = "live"
-    ENDING = "ending"
-    """This side has ended the stream and waits for `StreamEnded`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonFacts:
-    """What does not change while the process lives."""
-
-    node_id: str
-    role: int
-    boot_id: str
-    process_id: str
-    daemon_version: str
-    proto_min: int
-    proto_max: int
-    trust_domain: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalFacts:
-    """What the journal held when the process started."""
-
-    journal_id: str
-    entries: Mapping[str, JournalEntry]
-    cancelled: Mapping[str, int]
-    """Ids cancelled before their delivery, with the mark at that time."""
-    last_epoch: int
-    last_event_seq: int
-    acked_event_seq: int
-    hello_nonce: bytes
-    previous_hello_nonce: bytes
-    mark_ms: int
-    confirmed_ms: int | None
-    full: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advertised:
-    """What Hello claims beside identity and journal; the shell may replace it between two streams."""
-
-    capabilities: tuple[str, ...] = ()
-    drivers: tuple[messages.DriverManifest, ...] = ()
-    inventory_hashes: Mapping[str, bytes] = field(default_factory=dict)
-    observed_generation: int = 0
-    applied_generation: int = 0
-    spec_sha256: bytes = b""
-    trust_version: int = 0
-    approver_set_epoch: int = 0
-    approver_set_sha256: bytes = b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonSession:
-    """Everything the daemon's rules remember. Times are on the host's monotonic clock unless named otherwise."""
-
-    facts: DaemonFacts
-    advertised: Advertised
-    clock: Clock
-    # the journal as this process knows it
-    journal_id: str
-    journal_full: bool
-    entries: Mapping[str, JournalEntry]
-    """Commands that are not done, or whose result is not acked."""
-    settled: Mapping[str, JournalEntry]
-    """Done and acked: kept so that a late delivery does not run twice."""
-    cancelled: Mapping[str, int]
-    last_epoch: int
-    last_event_seq: int
-    acked_event_seq: int
-    hello_nonce: bytes
-    previous_hello_nonce: bytes
-    nonce_used: bool
-    """A Welcome for the stored pair was applied: the next dial draws a fresh nonce."""
-    # the stream
-    phase: Phase
-    backoff: Backoff
-    redial_at_once: bool = False
-    serving_leaf: tuple[int, int] | None = None
-    dialed_at_ms: int = 0
-    session_id: str = ""
-    epoch: int = 0
-    upgrade_only: bool = False
-    update_batches: bool = False
-    """The gateway reads several updates in one frame."""
-    lanes: Mapping[int, DaemonLane] = field(default_factory=dict)
-    heartbeat_interval_ms: int = 0
-    next_heartbeat_at_ms: int | None = None
-    heartbeats_sent: int = 0
-    hashes_due: bool = False
-    """The inventory changed since the last heartbeat that carried hashes."""
-    sent_event_seq: int = 0
-    status: messages.StatusReport | None = None
-    trust_reported: bool = True
-    """The trust bundle in force has been reported since it was applied."""
-    drain_at_ms: int | None = None
+__all__ = ["Advertised", "DaemonFacts", "DaemonSession", "JournalFacts", "Phase", "next_tick_ms", "start", "step"]
 
 
 def start(

@@ -1,85 +1,20 @@
 """The gateway's end of a session: `step` routes each input to the rule of its heading and threads the state through.
 
 The session begins with `open_session`, after the Hello transaction has committed, and ends with the first `Close`
-effect. Nothing is decided here: one line per input and per frame; the rules live in `welcome`, `liveness`, `busy`,
+effect. Nothing is decided here: one line per input; the rules live in `welcome`, `gateway_frames`, `liveness`,
 `closing` and in `delivery`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from bettercompute.delivery.desired_state import StoredSpec
-from bettercompute.delivery.lanes import GatewayLane
 from bettercompute.protocol import messages
-from bettercompute.session.effects import GatewayEffect, GatewayInput
-from bettercompute.session.hello_plan import HeldCommand, HelloPlan
+from bettercompute.session.effects import GatewayEffect
+from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
+from bettercompute.session.hello_plan import HelloPlan
+from bettercompute.session.inputs import GatewayInput
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySession:
-    """One live session at the gateway. Times are on the monotonic clock of the process."""
-
-    node_id: str
-    session_id: str
-    epoch: int
-    gateway_id: str
-    boot_id: str
-    journal_id: str
-    certificate_serial: str
-    certificate_ends_at_ms: int
-    heartbeat_interval_ms: int
-    upgrade_only: bool
-    signed_only: bool
-    allowed_kinds: frozenset[str] | None
-    tenant_controlled: bool
-    trust_version: int
-    last_heard_ms: int
-    lanes: Mapping[int, GatewayLane]
-    sent: Mapping[str, int]
-    """Commands sent on this stream or running at its begin, with their lanes: those that hold a credit."""
-    held: tuple[HeldCommand, ...]
-    """In flight, unsent, without a credit; in seq order."""
-    next_event_seq: int
-    observed_generation: int
-    applied_generation: int
-    offered_generation: int
-    busy: Mapping[str, int]
-    """How often each command was refused BUSY in this session."""
-    load: messages.NodeLoad | None = None
-    """From the last heartbeat; kept in memory only."""
-    drain_at_ms: int | None = None
-    closed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneDemand:
-    """What one lane of a session can take: first those held back, then pending ones, both in seq order."""
-
-    lane: int
-    free: int
-    held: tuple[str, ...]
-    """At most `free` ids in flight in this epoch to re-send: attempt + 1, `sent_boot_id` = boot_id."""
-    pending: int
-    """How many pending commands may follow them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchDemand:
-    """What the next dispatch transaction may mark for a session.
-
-    All writes are fenced by epoch, session and gateway.
-    """
-
-    node_id: str
-    session_id: str
-    epoch: int
-    boot_id: str
-    lanes: tuple[LaneDemand, ...]
-    kinds: frozenset[str] | None
-    """Only these kinds; None: all. Upgrade-only sessions name `daemon.upgrade`."""
-    signed_only: bool
+__all__ = ["DispatchDemand", "GatewaySession", "LaneDemand", "open_session", "step", "wants"]
 
 
 def open_session(

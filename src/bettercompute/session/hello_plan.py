@@ -286,6 +286,8 @@ class HelloPlan:
     """The only seq with which this session's first event batch may begin, or less."""
     observed_generation: int
     applied_generation: int
+    lane_credits: Mapping[int, int]
+    gateway_capabilities: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,11 @@ SOURCES_MAX = 4_096
 HELLOS_PUSHBACK_MIN_MS = 500
 HELLO_EVERY_MS = 1_000
 """At most one Hello a second per node and gateway: a second one is delayed, not refused."""
+ROLES: Mapping[int, str] = {
+    messages.AGENT_ROLE_NODE: "node",
+    messages.AGENT_ROLE_SITE: "site",
+    messages.AGENT_ROLE_RAMDISK: "ramdisk",
+}
 ROOM_SHARE = 0.05
 """Another gateway counts as having room when more than this share of its streams is free."""
 
@@ -195,6 +200,30 @@ def check_first_frame(frame: messages.AgentFrame) -> messages.Hello:
             f"the first frame is {'one this gateway does not know' if case is None else repr(case)}: it must be hello",
         )
     return frame.hello
+
+
+def check_hello(hello: messages.Hello, *, certificate_node_id: str, certificate_role: int) -> None:
+    """Refuse a Hello that is not its certificate's, or that lacks what every session needs.
+
+    `certificate_role` is 0 when the certificate carries none. Bounds and NULs are `protocol.validation`'s.
+    """
+    if hello.node_id != certificate_node_id:
+        raise refuse(
+            Reason.NODE_MISMATCH,
+            f"Hello.node_id is {hello.node_id!r}, the certificate is {certificate_node_id!r}'s: a node speaks for "
+            "itself only",
+        )
+    if hello.role not in ROLES:
+        raise refuse(Reason.BAD_HELLO, f"Hello.role is {int(hello.role)}: it must be node, site or ramdisk")
+    if certificate_role and hello.role != certificate_role:
+        raise refuse(
+            Reason.ROLE_MISMATCH,
+            f"Hello.role is {ROLES[hello.role]}, the certificate is for "
+            f"{ROLES.get(certificate_role, certificate_role)}; re-join it under the right role",
+        )
+    for name, text in (("boot_id", hello.boot_id), ("journal_id", hello.journal_id)):
+        if not text:
+            raise refuse(Reason.BAD_HELLO, f"Hello.{name} is not set")
 
 
 def _refused_by_condition(condition: GatewayCondition, *, drawn: float) -> Refused | None:

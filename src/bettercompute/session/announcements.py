@@ -1,0 +1,139 @@
+"""What a Hello tells others: published events, conditions, and the quarantine's sentence (step 6 of Hello, decisions
+7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bettercompute import telemetry
+from bettercompute.delivery import events
+from bettercompute.protocol import messages
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.session import duplicate_identity, epochs
+from bettercompute.session.hello_plan import (
+    ConditionChange,
+    HelloFacts,
+    HelloRefusal,
+    IdentityRevocation,
+    PublishedEvent,
+    RefusalWrites,
+    SessionRow,
+)
+
+QUARANTINE_REASON = "duplicate-identity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalSeen:
+    """What a Hello shows of the journal beside the row."""
+
+    changed: bool
+    """Another journal than the one the control plane knows the end of."""
+    rolled_back: bool
+    """The same journal, at an earlier time: the daemon must take a new id."""
+    cursor: events.Cursor
+
+
+def published(
+    facts: HelloFacts,
+    row: SessionRow,
+    hello: messages.Hello,
+    judgement: duplicate_identity.Judgement,
+    journal: JournalSeen,
+    epoch: epochs.NextEpoch,
+) -> tuple[PublishedEvent, ...]:
+    """Return the events of a Hello that commits."""
+    node_id = facts.certificate.node_id
+    attributes: dict[str, object] = {
+        "nodeId": node_id,
+        "gatewayId": facts.gateway.gateway_id,
+        "sessionId": facts.gateway.session_id,
+        "epoch": epoch.epoch,
+        "bootId": hello.boot_id,
+        "journalChanged": journal.changed,
+        "bootChanged": judgement.boot_changed,
+        "duplicateIdentity": judgement.duplicate,
+        "epochBehind": epoch.behind,
+        "newJournal": journal.rolled_back,
+    }
+    if journal.cursor.gap is not None:
+        attributes["eventGap"] = list(journal.cursor.gap)
+    connected = PublishedEvent(name=telemetry.EVENT_NODE_CONNECTED, node_id=node_id, attributes=attributes)
+    if not judgement.duplicate:
+        return (connected,)
+    return (connected, _duplicate_event(facts, row, hello, judgement))
+
+
+def _duplicate_event(
+    facts: HelloFacts, row: SessionRow, hello: messages.Hello, judgement: duplicate_identity.Judgement
+) -> PublishedEvent:
+    node_id = facts.certificate.node_id
+    return PublishedEvent(
+        name=telemetry.EVENT_DUPLICATE_SESSION,
+        node_id=node_id,
+        attributes={
+            "nodeId": node_id,
+            "gatewayId": facts.gateway.gateway_id,
+            "previousBootId": row.boot_id,
+            "bootId": hello.boot_id,
+            "alternations": judgement.alternations,
+            "windowSeconds": facts.gateway.duplicate_window_ms // 1000,
+            "quarantined": judgement.quarantine,
+        },
+    )
+
+
+def conditions(facts: HelloFacts, judgement: duplicate_identity.Judgement) -> tuple[ConditionChange, ...]:
+    """Raise what this Hello shows; clear what held once a whole window has passed without an alternation."""
+    changes: list[ConditionChange] = []
+    if judgement.duplicate:
+        message = f"another machine took the session over, {judgement.alternations} times now"
+        changes.append(_duplicate_condition(message))
+    if judgement.reboot_loop:
+        message = f"{judgement.alternations} boots took over a live session within the window, and none came back"
+        changes.append(
+            ConditionChange(type=duplicate_identity.REBOOT_LOOP, holds=True, reason="reboot-loop", message=message)
+        )
+    if judgement.alternations == 0:
+        owned = (duplicate_identity.DUPLICATE_IDENTITY, duplicate_identity.REBOOT_LOOP)
+        changes += [ConditionChange(type=name, holds=False) for name in owned if name in facts.node.conditions]
+    return tuple(changes)
+
+
+def _duplicate_condition(message: str) -> ConditionChange:
+    return ConditionChange(
+        type=duplicate_identity.DUPLICATE_IDENTITY, holds=True, reason=QUARANTINE_REASON, message=message
+    )
+
+
+def quarantined(
+    facts: HelloFacts, row: SessionRow, hello: messages.Hello, judgement: duplicate_identity.Judgement
+) -> HelloRefusal:
+    """The Hello that trips the quarantine: counter, revocation and events commit, the epoch does not move."""
+    node_id = facts.certificate.node_id
+    message = (
+        f"certificate quarantined: duplicate identity. Two machines say they are {node_id}: boot {row.boot_id} from "
+        f"{row.peer_address or 'an unknown address'} and boot {hello.boot_id} from "
+        f"{facts.gateway.peer_address or 'an unknown address'}, {judgement.alternations} alternations; all "
+        f"certificates of this identity are revoked. Cure: {duplicate_identity.CURE}"
+    )
+    quarantined = PublishedEvent(
+        name=telemetry.EVENT_NODE_QUARANTINED,
+        node_id=node_id,
+        attributes={"nodeId": node_id, "reason": QUARANTINE_REASON, "alternations": judgement.alternations},
+    )
+    writes = RefusalWrites(
+        events=(_duplicate_event(facts, row, hello, judgement), quarantined),
+        revoke=IdentityRevocation(node_id=node_id, generation=facts.node.identity_generation, reason=QUARANTINE_REASON),
+        reset_duplicates=True,
+        conditions=(_duplicate_condition(message),),
+        notice_reason=QUARANTINE_REASON,
+        notice_message=message,
+        notice_cure=duplicate_identity.CURE,
+        claimants=(
+            (row.boot_id, row.peer_address, row.last_seen_ms or 0),
+            (hello.boot_id, facts.gateway.peer_address, facts.now_ms),
+        ),
+    )
+    return HelloRefusal(refuse(Reason.QUARANTINED, message), writes)
