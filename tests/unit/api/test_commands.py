@@ -1,0 +1,101 @@
+"""Enqueuing, awaiting and showing commands over HTTP."""
+
+import asyncio
+from collections.abc import Mapping
+
+import httpx
+import pytest
+
+from bettercompute.api.context import ApiContext
+from bettercompute.protocol import messages
+from bettercompute.store import commands
+
+Clients = Mapping[str, httpx.AsyncClient]
+
+
+async def test_a_run_makes_a_command_for_each_node(clients: Clients, context: ApiContext, two_nodes) -> None:
+    answer = await clients["operator"].post(
+        "/v1/commands",
+        json={"kind": "inventory.refresh", "payload": {"sections": ["cpu"]}, "all": True, "timeout_ms": 5_000},
+    )
+    assert answer.status_code == 201, answer.text
+    made = answer.json()
+    assert [item["node_id"] for item in made["commands"]] == ["n1", "n2"]
+    shown = (await clients["viewer"].get(f"/v1/commands/{made['commands'][0]['id']}")).json()
+    assert (shown["state"], shown["lane"], shown["created_by"]) == ("pending", "control", "a-operator")
+    assert shown["payload"] == {"sections": ["cpu"]}
+    stored = await commands.signed_body(context.database, command_id=made["commands"][1]["id"])
+    assert stored is not None
+    body = messages.CommandBody.FromString(stored.body)
+    assert (body.node_id, body.kind, body.timeout_ms, body.trust_domain) == (
+        "n2",
+        "inventory.refresh",
+        5_000,
+        "bc.test",
+    )
+    assert body.not_after_ms - body.issued_at_ms == 24 * 3_600_000
+    payload = messages.InventoryRefreshPayload()
+    assert body.payload.Unpack(payload)
+    assert list(payload.sections) == ["cpu"]
+
+
+async def test_the_same_idempotency_key_acts_once(clients: Clients, two_nodes) -> None:
+    request = {"kind": "inventory.refresh", "nodes": ["n1"]}
+    headers = {"idempotency-key": "k1"}
+    first, second = await asyncio.gather(
+        *(clients["operator"].post("/v1/commands", json=request, headers=headers) for _ in range(2))
+    )
+    assert first.json() == second.json()
+    assert len((await clients["viewer"].get("/v1/commands")).json()["items"]) == 1
+    other = await clients["operator"].post("/v1/commands", json={**request, "nodes": ["n2"]}, headers=headers)
+    assert (other.status_code, other.json()["reason"]) == (409, "conflict")
+
+
+@pytest.mark.parametrize(
+    ("request_json", "status", "says"),
+    [
+        ({"kind": "nope", "nodes": ["n1"]}, 400, "'nope' is not known"),
+        ({"kind": "inventory.refresh"}, 400, "one of the two"),
+        ({"kind": "inventory.refresh", "all": True, "nodes": ["n1"]}, 400, "one of the two"),
+        ({"kind": "inventory.refresh", "nodes": ["n1", "n9"]}, 404, "no node n9"),
+        ({"kind": "inventory.refresh", "nodes": ["n1"], "payload": {"sectons": []}}, 400, "its fields are: sections"),
+        ({"kind": "inventory.refresh", "nodes": ["n1"], "timeout_ms": 0}, 422, "timeout_ms"),
+        ({"kind": "inventory.refresh", "nodes": ["n1"], "not_after_ms": 8 * 86_400_000}, 422, "not_after_ms"),
+    ],
+)
+async def test_bad_requests_say_what_is_wrong(clients: Clients, two_nodes, request_json, status, says) -> None:
+    answer = await clients["operator"].post("/v1/commands", json=request_json)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert says in answer.json()["detail"]
+    assert (await clients["viewer"].get("/v1/commands")).json()["items"] == []
+
+
+async def test_roles(clients: Clients, two_nodes) -> None:
+    request = {"kind": "inventory.refresh", "nodes": ["n1"]}
+    assert (await clients["nobody"].post("/v1/commands", json=request)).status_code == 401
+    refused = await clients["viewer"].post("/v1/commands", json=request)
+    assert (refused.status_code, refused.json()["reason"]) == (403, "access-denied")
+    assert (await clients["viewer"].get("/v1/commands/none")).status_code == 404
+
+
+async def test_waiting_returns_when_a_command_ends(clients: Clients, context: ApiContext, two_nodes) -> None:
+    made = (await clients["operator"].post("/v1/commands", json={"kind": "inventory.refresh", "all": True})).json()
+    path = f"/v1/batches/{made['batch_id']}"
+    waiting = asyncio.create_task(clients["viewer"].get(path, params={"wait_ms": 20_000, "open": 2}))
+    async with context.database.transaction() as transaction:
+        await commands.request_cancel(transaction, command_ids=[made["commands"][0]["id"]], requested_by="test")
+    batch = (await asyncio.wait_for(waiting, 10)).json()
+    assert batch["open"] == 1
+    assert [item["state"] for item in batch["items"]] == ["cancelled", "pending"]
+
+
+async def test_pages_of_a_batch(clients: Clients, two_nodes) -> None:
+    made = (await clients["operator"].post("/v1/commands", json={"kind": "inventory.refresh", "all": True})).json()
+    first = (await clients["viewer"].get("/v1/commands", params={"batch_id": made["batch_id"], "limit": 1})).json()
+    rest = (
+        await clients["viewer"].get(
+            "/v1/commands", params={"batch_id": made["batch_id"], "limit": 1, "after": first["next"]}
+        )
+    ).json()
+    assert [first["items"][0]["node_id"], rest["items"][0]["node_id"]] == ["n1", "n2"]
