@@ -17,17 +17,17 @@ class PowerLossError(Exception):
     """The machine stopped here."""
 
 
-@dataclass
+@dataclass(eq=False)
 class File:
     content: bytes
 
 
-@dataclass
+@dataclass(eq=False)
 class Link:
     target: str
 
 
-@dataclass
+@dataclass(eq=False)
 class Folder:
     pass
 
@@ -35,15 +35,19 @@ class Folder:
 Node = File | Link | Folder
 
 
-@dataclass
+@dataclass(eq=False)
 class Change:
-    """One change of names: what appears where, and what goes away."""
+    """One change of names: what goes away, and what appears where."""
 
-    sets: dict[Path, Node]
     removes: tuple[Path, ...]
+    sets: dict[Path, Node]
 
     def touches(self, folder: Path) -> bool:
         return any(path.parent == folder for path in (*self.sets, *self.removes))
+
+    def ends(self, earlier: Change) -> bool:
+        """Say whether `earlier` was about names in a folder that this change took away."""
+        return any(removed in path.parents for removed in self.removes for path in (*earlier.sets, *earlier.removes))
 
     def apply(self, tree: dict[Path, Node]) -> None:
         for path in self.removes:
@@ -52,7 +56,7 @@ class Change:
         tree.update(self.sets)
 
 
-@dataclass
+@dataclass(eq=False)
 class CrashDisk:
     """`stop_before` counts the changing steps from 0; `torn` leaves half of the file that was being written."""
 
@@ -107,12 +111,11 @@ class CrashDisk:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(source))
         if isinstance(self._live.get(destination), Folder) and self.names(destination):
             raise OSError(errno.ENOTEMPTY, "not empty", str(destination))
-        moved = {
-            destination / path.relative_to(source): node
-            for path, node in self._live.items()
-            if path == source or source in path.parents
-        }
-        self._change(moved, removes=(source, destination))
+        removes = (source, destination)
+        Change(removes, _moved(self._live, source, destination)).apply(self._live)
+        # Of a folder that moves, only the names that were fsynced in it are sure to arrive.
+        survivors = {**self._durable, source: self._live[destination]}
+        self._pending.append(Change(removes, _moved(survivors, source, destination)))
 
     def remove(self, path: Path) -> None:
         self._step(f"remove {path}")
@@ -131,8 +134,12 @@ class CrashDisk:
         self._need_parent(folder / "any")
         folder = self._resolve(folder)
         for change in [change for change in self._pending if change.touches(folder)]:
+            if change not in self._pending:
+                continue
             change.apply(self._durable)
-            self._pending.remove(change)
+            position = self._pending.index(change)
+            earlier, later = self._pending[:position], self._pending[position + 1 :]
+            self._pending = [one for one in earlier if not change.ends(one)] + later
 
     def after_crash(self, keep: Callable[[int], bool]) -> CrashDisk:
         """Return the disk as the next start finds it; `keep` says of each unsynced change whether it survived."""
@@ -144,8 +151,16 @@ class CrashDisk:
         found = {path: node for path, node in tree.items() if all(parent in tree for parent in path.parents)}
         return CrashDisk(_live=dict(found), _durable=dict(found))
 
-    def unsynced(self) -> int:
-        return len(self._pending)
+    def copy(self, *, stop_after: int, torn: bool = False, fail_with: int | None = None) -> CrashDisk:
+        """Return the same disk, which will stop before the step that comes `stop_after` steps from now."""
+        return CrashDisk(
+            stop_before=stop_after,
+            torn=torn,
+            fail_with=fail_with,
+            _live=dict(self._live),
+            _durable=dict(self._durable),
+            _pending=list(self._pending),
+        )
 
     def _step(self, what: str) -> None:
         if self.steps == self.stop_before:
@@ -157,7 +172,7 @@ class CrashDisk:
         self.log.append(what)
 
     def _change(self, sets: dict[Path, Node], removes: tuple[Path, ...] = ()) -> None:
-        change = Change(sets, removes)
+        change = Change(removes, sets)
         change.apply(self._live)
         self._pending.append(change)
 
@@ -171,3 +186,11 @@ class CrashDisk:
             if isinstance(node, Link):
                 return self._resolve(parent.parent / node.target / path.relative_to(parent))
         return path
+
+
+def _moved(tree: dict[Path, Node], source: Path, destination: Path) -> dict[Path, Node]:
+    return {
+        destination / path.relative_to(source): node
+        for path, node in tree.items()
+        if path == source or source in path.parents
+    }
