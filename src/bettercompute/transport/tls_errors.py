@@ -26,8 +26,8 @@ _ALERTS: Mapping[str, tuple[DialKind, str]] = {
     "TLSV1_UNRECOGNIZED_NAME": (DialKind.SERVER_NAME, "the peer does not serve the name that was asked for"),
 }
 PIN_MISMATCH = (
-    "the gateway's certificate does not come from the pinned serving CA (pin mismatch): this is not our gateway, or its "
-    "CA was replaced"
+    "the gateway's certificate does not come from the pinned serving CA (pin mismatch): this is not our gateway, "
+    "or its CA was replaced"
 )
 _REFUSED_CERTIFICATE = frozenset(
     {

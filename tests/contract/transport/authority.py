@@ -77,9 +77,7 @@ class Authority:
             .not_valid_after(now + not_after)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False
-            )
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
         )
         if names:
             builder = builder.add_extension(x509.SubjectAlternativeName([_san(text) for text in names]), critical=False)
