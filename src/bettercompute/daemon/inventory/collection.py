@@ -15,12 +15,14 @@ from types import MappingProxyType
 
 from bettercompute.daemon.inventory import cpu, disks, gpus, memory, network, pci, software, system
 from bettercompute.daemon.inventory.canonical import (
+    FACTS,
     SECTION_CLASSES,
     SECTION_NAMES,
     CanonicalSection,
     SectionTooLarge,
     canonical_section,
 )
+from bettercompute.daemon.inventory.facts import FactSettings, kept_facts
 from bettercompute.daemon.inventory.host import COLLECTOR_FAILED, TIMED_OUT, TOO_LARGE, HostRoot, Reason
 from bettercompute.protocol import messages
 
@@ -64,6 +66,18 @@ def collect_all(
     return {name: _collect(root, name, deadline) for name in SECTION_NAMES if name in wanted and name in COLLECTORS}
 
 
+def sections_at_start(
+    root: HostRoot, *, facts: FactSettings, state_dir: Path, budget: Budget | None = None
+) -> dict[str, CanonicalSection]:
+    """Return what the daemon holds before it says Hello: all collected now, and the facts as they were kept last.
+
+    Blocks: call it in a thread.
+    """
+    sections = collect_all(root, budget=budget)
+    kept = kept_facts(state_dir) if facts.facts_dir is not None else None
+    return sections if kept is None else {**sections, FACTS: kept}
+
+
 class _Collection(threading.Thread):
     """One run of one collector."""
 
@@ -87,17 +101,18 @@ _left_behind: dict[tuple[str, Path], _Collection] = {}
 
 def _collect(root: HostRoot, name: str, budget: Budget) -> CanonicalSection:
     key = (name, root.folder)
+    still = f"its reading has not ended after {budget.collector_ms} ms"
     earlier = _left_behind.get(key)
     if earlier is not None:
         if earlier.is_alive():
-            return _only_reason(name, TIMED_OUT, "an earlier collection hangs in the kernel")
+            return _only_reason(name, TIMED_OUT, still)
         del _left_behind[key]
     collection = _Collection(root, name)
     collection.start()
     collection.join(budget.collector_ms / 1000)
     if collection.collected is None:
         _left_behind[key] = collection
-        return _only_reason(name, TIMED_OUT, "an earlier collection hangs in the kernel")
+        return _only_reason(name, TIMED_OUT, still)
     return collection.collected
 
 

@@ -24,6 +24,7 @@ MAX_STATED_GAPS = 128
 # What a uint32 holds, and what a count of sectors may be so that its bytes fit a uint64.
 MAX_SMALL_NUMBER = 0xFFFF_FFFF
 MAX_COUNT = 1 << 54
+_MAX_DIGITS = 15
 # Processors and nodes in one kernel list: far above any machine, far below what a broken file could ask for.
 MAX_LISTED_NUMBERS = 65_536
 
@@ -139,8 +140,8 @@ def listed_numbers(text: str) -> list[int]:
     """Return the numbers of a kernel list such as `0-3,8`; raises ValueError for anything else."""
     numbers: list[int] = []
     for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        low, high = int(first), int(last or first)
+        first, dash, last = part.partition("-")
+        low, high = int(first), int(last if dash else first)
         if high < low or high - low + len(numbers) >= MAX_LISTED_NUMBERS:
             raise ValueError(f"{part!r} is no range of processors or nodes")
         numbers.extend(range(low, high + 1))
@@ -155,3 +156,9 @@ def key_values(text: str, *, separator: str) -> dict[str, str]:
         if middle:
             found.setdefault(key.strip(), value.strip())
     return found
+
+
+def kilobytes(text: str) -> int:
+    """Return the bytes that `42 kB` of meminfo stands for; 0 for anything else."""
+    number = text.removesuffix("kB").strip()
+    return int(number) * 1024 if number.isdecimal() and len(number) <= _MAX_DIGITS else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from bettercompute.daemon.inventory.findings import key_values
+from bettercompute.daemon.inventory.findings import key_values, kilobytes
 from bettercompute.daemon.inventory.host import HostRoot, Unreadable
 from bettercompute.protocol import messages
 
@@ -26,5 +26,4 @@ def _available_memory_bytes(root: HostRoot) -> int:
         meminfo = key_values(root.text("proc/meminfo"), separator=":")
     except Unreadable:
         return 0
-    number = meminfo.get("MemAvailable", "").removesuffix("kB").strip()
-    return int(number) * 1024 if number.isdecimal() else 0
+    return kilobytes(meminfo.get("MemAvailable", ""))

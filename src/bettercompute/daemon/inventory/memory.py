@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bettercompute.daemon.inventory.findings import MAX_COUNT, Findings, is_placeholder, key_values
+from bettercompute.daemon.inventory.findings import MAX_COUNT, Findings, is_placeholder, key_values, kilobytes
 from bettercompute.daemon.inventory.host import MALFORMED, HostRoot, Unreadable
 from bettercompute.daemon.inventory.smbios import BrokenTable, MemorySlot, memory_slots
 from bettercompute.protocol import messages
@@ -23,8 +23,8 @@ def collect(root: HostRoot) -> messages.MemoryInventory:
     findings = Findings(root)
     meminfo = key_values(findings.expected("proc/meminfo"), separator=":")
     section = messages.MemoryInventory(
-        total_bytes=_kilobytes(meminfo.get("MemTotal", "")),
-        swap_total_bytes=_kilobytes(meminfo.get("SwapTotal", "")),
+        total_bytes=kilobytes(meminfo.get("MemTotal", "")),
+        swap_total_bytes=kilobytes(meminfo.get("SwapTotal", "")),
         page_size_bytes=root.calls.page_size_bytes,
         transparent_huge_pages=_chosen(findings.optional("sys/kernel/mm/transparent_hugepage/enabled")),
         cgroup_limit_bytes=_cgroup_limit_bytes(findings),
@@ -44,11 +44,6 @@ def collect(root: HostRoot) -> messages.MemoryInventory:
     section.modules.extend(_modules(findings))
     section.unreadable.extend(findings.unreadable())
     return section
-
-
-def _kilobytes(text: str) -> int:
-    number = text.removesuffix("kB").strip()
-    return int(number) * 1024 if number.isdecimal() else 0
 
 
 def _chosen(text: str) -> str:
@@ -77,8 +72,9 @@ def _huge_pages(findings: Findings, folder: str) -> list[messages.HugePages]:
 def _numa_node(findings: Findings, number: int, block_bytes: int | None) -> messages.NumaNode:
     folder = f"{NODES}/node{number}"
     node = messages.NumaNode(number=number, cpus=findings.optional(f"{folder}/cpulist"))
+    # A distance is a byte of ACPI's SLIT.
     distances = findings.optional(f"{folder}/distance").split()
-    node.distances.extend(int(distance) for distance in distances if distance.isdecimal())
+    node.distances.extend(int(distance) for distance in distances if distance.isdecimal() and len(distance) <= 3)
     node.huge_pages.extend(_huge_pages(findings, f"{folder}/hugepages"))
     # Blocks first: a kernel that initializes memory late tells a MemTotal that still grows.
     blocks = sum(name.startswith("memory") for name in findings.entries(folder))
@@ -86,7 +82,7 @@ def _numa_node(findings: Findings, number: int, block_bytes: int | None) -> mess
         node.memory_bytes = blocks * block_bytes
     else:
         meminfo = key_values(findings.optional(f"{folder}/meminfo"), separator=":")
-        node.memory_bytes = _kilobytes(meminfo.get(f"Node {number} MemTotal", ""))
+        node.memory_bytes = kilobytes(meminfo.get(f"Node {number} MemTotal", ""))
     return node
 
 

@@ -44,8 +44,7 @@ def collect(root: HostRoot) -> messages.NetworkInventory:
         interface.addresses.extend(addresses.get(name, set()))
         if interface.addresses or interface.kind not in _FOR_GUESTS:
             section.interfaces.append(interface)
-    section.default_routes.extend(_ipv4_default_routes(findings))
-    section.default_routes.extend(_ipv6_default_routes(findings))
+    section.default_routes.extend(_default_routes(findings))
     for line in findings.optional("etc/resolv.conf").splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == "nameserver":
@@ -122,24 +121,38 @@ def _addresses(findings: Findings) -> dict[str, set[str]]:
     return found
 
 
-def _ipv4_default_routes(findings: Findings) -> Iterator[messages.DefaultRoute]:
-    for line in findings.optional(IPV4_ROUTES).splitlines()[1:]:
-        fields = line.split()
-        if len(fields) < 8 or fields[1] != "00000000" or fields[7] != "00000000":
-            continue
-        interface, gateway, flags, metric = fields[0], int(fields[2], 16), int(fields[3], 16), int(fields[6])
-        if flags & _ROUTE_UP and not flags & _ROUTE_REJECT:
-            # The kernel prints the four bytes as a number of its own byte order, which is little-endian where we run.
-            hop = str(ipaddress.IPv4Address(gateway.to_bytes(4, "little"))) if gateway else ""
-            yield messages.DefaultRoute(family=4, gateway=hop, interface=interface, metric=metric)
+def _default_routes(findings: Findings) -> Iterator[messages.DefaultRoute]:
+    readers = ((IPV4_ROUTES, _ipv4_default_route), (IPV6_ROUTES, _ipv6_default_route))
+    for path, read in readers:
+        for line in findings.optional(path).splitlines():
+            try:
+                route = read(line.split())
+            except (ValueError, IndexError):
+                findings.gap(f"/{path}", MALFORMED, repr(line[:80]))
+                continue
+            if route is not None:
+                yield route
 
 
-def _ipv6_default_routes(findings: Findings) -> Iterator[messages.DefaultRoute]:
-    for line in findings.optional(IPV6_ROUTES).splitlines():
-        fields = line.split()
-        if len(fields) < 10 or int(fields[0], 16) != 0 or fields[1] != "00":
-            continue
-        gateway, metric, flags, interface = int(fields[4], 16), int(fields[5], 16), int(fields[8], 16), fields[9]
-        if interface != LOOPBACK and flags & _ROUTE_UP and not flags & _ROUTE_REJECT:
-            hop = str(ipaddress.IPv6Address(gateway)) if gateway else ""
-            yield messages.DefaultRoute(family=6, gateway=hop, interface=interface, metric=metric)
+def _ipv4_default_route(fields: list[str]) -> messages.DefaultRoute | None:
+    """Return the route of one line, None for one of another destination and for the heading."""
+    if fields[1] != "00000000" or fields[7] != "00000000" or not _usable(int(fields[3], 16)):
+        return None
+    # The kernel prints the four bytes as a number of its own byte order, which is little-endian where we run.
+    gateway = ipaddress.IPv4Address(bytes.fromhex(fields[2])[::-1])
+    hop = "" if gateway.is_unspecified else str(gateway)
+    return messages.DefaultRoute(family=4, gateway=hop, interface=fields[0], metric=int(fields[6]))
+
+
+def _ipv6_default_route(fields: list[str]) -> messages.DefaultRoute | None:
+    """Return the route of one line, None for one of another destination and for the kernel's own that refuses."""
+    interface = fields[9]
+    if int(fields[0], 16) != 0 or fields[1] != "00" or interface == LOOPBACK or not _usable(int(fields[8], 16)):
+        return None
+    gateway = ipaddress.IPv6Address(bytes.fromhex(fields[4]))
+    hop = "" if gateway.is_unspecified else str(gateway)
+    return messages.DefaultRoute(family=6, gateway=hop, interface=interface, metric=int(fields[5], 16))
+
+
+def _usable(flags: int) -> bool:
+    return bool(flags & _ROUTE_UP) and not flags & _ROUTE_REJECT
