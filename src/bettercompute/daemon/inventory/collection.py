@@ -66,10 +66,10 @@ def collect_all(
     return {name: _collect(root, name, deadline) for name in SECTION_NAMES if name in wanted and name in COLLECTORS}
 
 
-def sections_at_start(
+def collect_without_programs(
     root: HostRoot, *, facts: FactSettings, state_dir: Path, budget: Budget | None = None
 ) -> dict[str, CanonicalSection]:
-    """Return what the daemon holds before it says Hello: all collected now, and the facts as they were kept last.
+    """Return what the daemon may say of itself outside a command: all collected now, and the facts as kept last.
 
     Blocks: call it in a thread.
     """

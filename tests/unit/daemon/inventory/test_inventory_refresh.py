@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,11 @@ from tests.unit.daemon.inventory.recorded import recorded_host
 from bettercompute.daemon.handlers import REGISTRY, HandlerCancelled, HandlerContext, HandlerFailed, ProgramOutcome
 from bettercompute.daemon.handlers.inventory_refresh import HANDLER, InventoryRefresh
 from bettercompute.daemon.inventory.canonical import SECTION_NAMES, CanonicalSection
-from bettercompute.daemon.inventory.collection import collect_all, sections_at_start
+from bettercompute.daemon.inventory.collection import collect_all, collect_without_programs
 from bettercompute.daemon.inventory.facts import MAX_FACT_OUTPUT_BYTES, FactSettings, kept_facts
 from bettercompute.daemon.inventory.host import HostRoot
+from bettercompute.daemon.journal_records import Write
+from bettercompute.daemon.programs import Programs
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS
 from bettercompute.system import system_world
@@ -220,8 +223,61 @@ async def test_the_next_start_holds_the_facts_without_running_anything(
 ) -> None:
     fact_folder(context, tmp_path)
     await refresh(context, host)
-    started = sections_at_start(host, facts=context.config.facts, state_dir=context.state_dir)
+    started = collect_without_programs(host, facts=context.config.facts, state_dir=context.state_dir)
     assert started == context.sent
     assert len(context.ran) == 1
-    without_facts = sections_at_start(host, facts=FactSettings(), state_dir=context.state_dir)
+    without_facts = collect_without_programs(host, facts=FactSettings(), state_dir=context.state_dir)
     assert "facts" not in without_facts, "a folder that is no longer configured leaves nothing behind"
+
+
+@pytest.fixture
+def programs(context: FakeContext) -> list[Write]:
+    """Have the executor's own runner start programs; returns what it journals."""
+    journaled: list[Write] = []
+
+    async def write(entry: Write) -> None:
+        journaled.append(entry)
+
+    runner = Programs(context.command_id, "boot/pid:[1]", write, context.cancelled, interruptible=True)
+    context.run_program = runner  # type: ignore[method-assign]  # the context's runner is a value like this one
+    return journaled
+
+
+def holding_fact(context: FakeContext, tmp_path: Path) -> Path:
+    """A fact program that waits for a line from a named pipe and states it; returns the pipe."""
+    folder = fact_folder(context, tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (folder / "rack").write_text(f"#!/bin/sh\nread -r row < {pipe}\necho row=$row\n")
+    context.config = Config(facts=FactSettings(facts_dir=folder, fact_timeout_ms=60_000))
+    context.sections = ["facts"]
+    return pipe
+
+
+async def test_a_fact_program_holds_the_command_until_it_ends(
+    context: FakeContext, host: HostRoot, tmp_path: Path, programs: list[Write]
+) -> None:
+    pipe = holding_fact(context, tmp_path)
+    running = asyncio.create_task(refresh(context, host))
+    # Opening the pipe waits for the program's own end of it.
+    await asyncio.to_thread(pipe.write_text, "12\n")
+    await running
+    facts = messages.FactsInventory.FromString(context.sent["facts"].body)
+    assert [(fact.name, fact.value) for fact in facts.facts] == [("row", "12")]
+    assert len(programs) == 2, "its process group was noted before it began and dropped after it ended"
+
+
+async def test_cancelling_ends_a_fact_program_that_holds(
+    context: FakeContext, host: HostRoot, tmp_path: Path, programs: list[Write]
+) -> None:
+    pipe = holding_fact(context, tmp_path)
+    running = asyncio.create_task(refresh(context, host))
+    descriptor = await asyncio.to_thread(os.open, pipe, os.O_WRONLY)
+    try:
+        context.cancelled.set()
+        with pytest.raises(HandlerCancelled):
+            await running
+    finally:
+        os.close(descriptor)
+    assert not context.sent
+    assert len(programs) == 2
