@@ -2,9 +2,9 @@
 
 A lease renewed at T holds in the database until T + 15 s. The gateway believes in it for 13 s only, counted from
 *before* the renewal was sent, by a clock that counts suspended time. Every send and every write asks the fence first.
-Once the trust has lapsed, everything that was open or queued belongs to an old **opening** and stays fenced, although a
-later renewal may succeed (a process that was stopped and continued): the gateway first drops it, then reopens under a
-new number.
+Once the trust has lapsed, everything that was open or queued belongs to an old **opening** and stays fenced, although
+a later renewal may succeed (a process that was stopped and continued): the gateway first drops it, then reopens under
+a new number.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bettercompute.delivery.commands import CommandState, OutgoingCommand
-from bettercompute.delivery.facts import EventsFact
+from bettercompute.delivery.facts import EventRecord
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import decode_message
 from bettercompute.protocol.limits import MAX_OUTPUT_BYTES
@@ -142,25 +142,35 @@ def _notices(finished: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-async def store_events(queries: Queries, batches: Mapping[str, EventsFact]) -> dict[str, int]:
-    """Write one contiguous batch per node; return the ack of each node's row, 0 where it names another journal."""
-    events = [(node_id, batch.journal_id, event) for node_id, batch in batches.items() for event in batch.events]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsNews:
+    """Events of one node and journal in one batch, by seq; without a gap up to `contiguous_seq`."""
+
+    node_id: str
+    journal_id: str
+    events: tuple[EventRecord, ...]
+    contiguous_seq: int
+
+
+async def store_events(queries: Queries, batches: Sequence[EventsNews]) -> dict[tuple[str, str], int]:
+    """Write events, each (node, journal) once; return the ack of each, 0 where the row names another journal."""
+    events = [(batch, event) for batch in batches for event in batch.events]
     rows = await queries.fetch(
         "delivery.store_events",
-        node_ids=list(batches),
-        journal_ids=[batch.journal_id for batch in batches.values()],
-        first_seqs=[batch.events[0].seq for batch in batches.values()],
-        last_seqs=[batch.last_seq for batch in batches.values()],
-        event_node_ids=[node_id for node_id, _, _ in events],
-        event_journal_ids=[journal_id for _, journal_id, _ in events],
-        seqs=[event.seq for _, _, event in events],
-        event_ids=[event.event_id for _, _, event in events],
-        types=[event.type for _, _, event in events],
-        occurred_at_ms=[event.at_ms for _, _, event in events],
-        recovered=[event.recovered for _, _, event in events],
-        payloads=[event.payload_json.encode() for _, _, event in events],
+        node_ids=[batch.node_id for batch in batches],
+        journal_ids=[batch.journal_id for batch in batches],
+        first_seqs=[batch.events[0].seq for batch in batches],
+        last_seqs=[batch.contiguous_seq for batch in batches],
+        event_node_ids=[batch.node_id for batch, _ in events],
+        event_journal_ids=[batch.journal_id for batch, _ in events],
+        seqs=[event.seq for _, event in events],
+        event_ids=[event.event_id for _, event in events],
+        types=[event.type for _, event in events],
+        occurred_at_ms=[event.at_ms for _, event in events],
+        recovered=[event.recovered for _, event in events],
+        payloads=[event.payload_json.encode() for _, event in events],
     )
-    return {row["node_id"]: row["acked_event_seq"] for row in rows}
+    return {(row["node_id"], row["journal_id"]): row["acked_event_seq"] for row in rows}
 
 
 async def store_statuses(queries: Queries, statuses: Sequence[StatusNews]) -> None:

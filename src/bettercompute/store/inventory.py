@@ -35,7 +35,7 @@ class Section:
     agrees: bool
 
 
-async def store_sections(transaction: Transaction, sections: Sequence[NewSection]) -> None:
+async def store_sections(transaction: Queries, sections: Sequence[NewSection]) -> None:
     """Store sections of any nodes; of two of one name the later in the list wins, nodes that have gone are left out."""
     last = {(section.node_id, section.section): section for section in sections}
     if not last:
@@ -51,7 +51,7 @@ async def store_sections(transaction: Transaction, sections: Sequence[NewSection
     )
 
 
-async def record_hashes(transaction: Transaction, hashes: Mapping[str, Mapping[str, bytes]]) -> None:
+async def record_hashes(transaction: Queries, hashes: Mapping[str, Mapping[str, bytes]]) -> None:
     """Record the hashes that nodes report, by node id and section. What a node does not name any more stays."""
     rows = sorted((node_id, section, sha256) for node_id, of in hashes.items() for section, sha256 in of.items())
     if not rows:

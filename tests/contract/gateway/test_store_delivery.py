@@ -9,7 +9,7 @@ import pytest
 from tests.contract.gateway import seed
 
 from bettercompute.delivery.commands import FACT_MERGE, CommandState, Merge
-from bettercompute.delivery.facts import EventRecord, EventsFact
+from bettercompute.delivery.facts import EventRecord
 from bettercompute.protocol import messages
 from bettercompute.session.gateway_side import DispatchDemand, LaneDemand
 from bettercompute.store import delivery
@@ -58,11 +58,18 @@ def demand(
     )
 
 
-def events(journal_id: str, *seqs: int, ids: str = "event") -> EventsFact:
-    return EventsFact(
-        journal_id,
-        tuple(EventRecord(seq=seq, event_id=f"{ids}-{seq}", type="daemon.started", at_ms=1_000) for seq in seqs),
+def events(journal_id: str, *seqs: int) -> delivery.EventsNews:
+    return delivery.EventsNews(
+        node_id="node-a",
+        journal_id=journal_id,
+        events=tuple(EventRecord(seq=seq, event_id=f"event-{seq}", type="daemon.started", at_ms=1_000) for seq in seqs),
+        contiguous_seq=seqs[-1],
     )
+
+
+async def acked(database, news: delivery.EventsNews) -> int:
+    [ack] = (await delivery.store_events(database, [news])).values()
+    return ack
 
 
 @pytest.fixture
@@ -114,31 +121,37 @@ async def test_a_failure_without_a_code_is_stored_as_failed(fleet):
 
 
 async def test_events_are_stored_once_and_acked(fleet):
-    assert await delivery.store_events(fleet, {"node-a": events("journal", 1, 2, 3)}) == {"node-a": 3}
-    assert await delivery.store_events(fleet, {"node-a": events("journal", 2, 3, 4)}) == {"node-a": 4}
+    assert await acked(fleet, events("journal", 1, 2, 3)) == 3
+    assert await acked(fleet, events("journal", 2, 3, 4)) == 4
     rows = await fleet.query("SELECT seq FROM node_events ORDER BY seq")
     assert [row["seq"] for row in rows] == [1, 2, 3, 4]
 
 
 async def test_an_event_id_is_stored_once_whatever_its_seq(fleet):
-    await delivery.store_events(fleet, {"node-a": events("old", 1, 2)})
-    recovered = EventsFact(
-        "journal", (EventRecord(seq=1, event_id="event-1", type="daemon.started", at_ms=1_000, recovered=True),)
-    )
-    assert await delivery.store_events(fleet, {"node-a": recovered}) == {"node-a": 1}
+    await acked(fleet, events("old", 1, 2))
+    recovered = EventRecord(seq=1, event_id="event-1", type="daemon.started", at_ms=1_000, recovered=True)
+    again = delivery.EventsNews(node_id="node-a", journal_id="journal", events=(recovered,), contiguous_seq=1)
+    assert await acked(fleet, again) == 1
     rows = await fleet.query("SELECT journal_id, seq FROM node_events ORDER BY journal_id, seq")
     assert [(row["journal_id"], row["seq"]) for row in rows] == [("old", 1), ("old", 2)]
 
 
 async def test_the_ack_is_never_raised_past_a_gap(fleet):
-    await delivery.store_events(fleet, {"node-a": events("journal", 1)})
-    assert await delivery.store_events(fleet, {"node-a": events("journal", 5, 6)}) == {"node-a": 1}
+    await acked(fleet, events("journal", 1))
+    assert await acked(fleet, events("journal", 5, 6)) == 1
 
 
 async def test_the_ack_is_raised_for_the_rows_journal_only(fleet):
-    assert await delivery.store_events(fleet, {"node-a": events("another", 1, 2)}) == {"node-a": 0}
+    assert await acked(fleet, events("another", 1, 2)) == 0
     rows = await fleet.query("SELECT acked_event_seq FROM node_sessions WHERE node_id = 'node-a'")
     assert rows[0]["acked_event_seq"] == 0
+
+
+async def test_a_foreign_node_in_the_same_batch_changes_nothing(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+    batch = [news("c1", CommandState.FAILED, node_id="node-b"), news("c1", CommandState.SUCCEEDED)]
+    await delivery.store_command_news(fleet, batch, event_type="command.finished")
+    assert await seed.state_of(fleet, "c1") == CommandState.SUCCEEDED
 
 
 async def test_dispatch_marks_in_order_within_the_credits(fleet):

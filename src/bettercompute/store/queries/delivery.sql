@@ -10,7 +10,7 @@ WITH said AS MATERIALIZED (
     AS u (id, node_id, state, saw_acked, saw_running, reason, message, result, signature, unauthenticated, progress,
       started_at_ms, outbox_id)
 ), held AS MATERIALIZED (
-  SELECT c.id, c.state FROM commands c JOIN said ON said.id = c.id
+  SELECT c.id, c.node_id, c.state FROM commands c JOIN said ON said.id = c.id
   WHERE c.node_id = said.node_id
   ORDER BY c.id
   FOR NO KEY UPDATE OF c
@@ -25,7 +25,7 @@ WITH said AS MATERIALIZED (
     unauthenticated = said.unauthenticated, progress = coalesce(said.progress, c.progress),
     started_at = coalesce(at_ms(said.started_at_ms), c.started_at)
   FROM held, said
-  WHERE c.id = held.id AND said.id = held.id AND held.state < 5
+  WHERE c.id = held.id AND said.id = held.id AND said.node_id = c.node_id AND held.state < 5
     AND (said.state > held.state OR (said.state = held.state AND said.progress IS NOT NULL))
   RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id, said.outbox_id
 ), told AS (
@@ -35,8 +35,10 @@ WITH said AS MATERIALIZED (
   FROM moved WHERE state >= 5 ORDER BY outbox_id
 )
 SELECT (SELECT count(*) FROM moved) AS moved,
-  (SELECT count(*) FROM said JOIN held USING (id) WHERE held.state < 5 AND said.state < held.state) AS backwards,
-  (SELECT count(*) FROM said LEFT JOIN held USING (id) WHERE said.state >= 5 AND (held.state IS NULL OR held.state >= 5))
+  (SELECT count(*) FROM said JOIN held USING (id, node_id) WHERE held.state < 5 AND said.state < held.state)
+    AS backwards,
+  (SELECT count(*) FROM said LEFT JOIN held USING (id, node_id)
+   WHERE said.state >= 5 AND (held.state IS NULL OR held.state >= 5))
     AS late,
   (SELECT count(pg_notify(u.channel, u.payload))
    FROM unnest(:notify_channels::text[], :notify_payloads::text[]) AS u (channel, payload)) AS notified;

@@ -1,0 +1,248 @@
+"""One dispatch loop per gateway: pending commands are marked for the sessions that have credits, committed, then sent.
+
+Work, not the fleet, drives it: a notification or a session's effect names a node, and only named nodes are asked what
+they can take. Two polls stand behind the notifications. Put-backs of BUSY commands go first; cancels and newer specs
+are looked up a moment later, many nodes at once, so that a plain command costs one statement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from bettercompute import telemetry
+from bettercompute.errors import BetterComputeError, Unavailable
+from bettercompute.gateway.fence import Fence
+from bettercompute.gateway.metrics import GatewayMetrics
+from bettercompute.gateway.registry import SessionRegistry
+from bettercompute.gateway.session import LiveSession
+from bettercompute.protocol.statuses import Reason
+from bettercompute.session import gateway_side
+from bettercompute.session.effects import PutBack
+from bettercompute.session.inputs import CancelRequested, CommandsMarked, PutBackCommitted, SpecPublished
+from bettercompute.store import delivery, sessions
+from bettercompute.store.database import Conflict, Database
+from bettercompute.store.delivery import BusyCommand, MarkedCommand
+from bettercompute.store.sessions import Lease
+from bettercompute.world import World
+
+log = structlog.get_logger("bettercompute.gateway.dispatch")
+
+# Sessions of one transaction: at 10 credits each, at most 5,000 rows.
+NODES_MAX = 500
+POLL_S = 5.0
+# Cancels and specs are not urgent by the millisecond; together they are one statement for many nodes.
+LOOK_DELAY_S = 0.05
+SPEC_WINDOW_MS = 60_000
+RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Busy:
+    session: LiveSession
+    effect: PutBack
+
+
+class Dispatcher:
+    """Marks, sends, puts back, and tells sessions of cancels and newer specs."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        lease: Lease,
+        fence: Fence,
+        registry: SessionRegistry,
+        world: World,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._database = database
+        self._lease = lease
+        self._fence = fence
+        self._registry = registry
+        self._world = world
+        self._metrics = metrics
+        self._named: dict[str, None] = {}
+        self._look_at: dict[str, None] = {}
+        self._requested_specs: dict[str, LiveSession] = {}
+        self._busy: list[_Busy] = []
+        self._woken = asyncio.Event()
+        self._look = asyncio.Event()
+        self._poll_now = asyncio.Event()
+
+    def poke(self, node_id: str) -> None:
+        """Ask the node's session in the next transaction."""
+        if self._registry.get(node_id) is not None:
+            self._named[node_id] = None
+            self._woken.set()
+
+    def notified(self, node_ids: Iterable[str] | None) -> None:
+        """Take a notification: these nodes have something to be sent, or (None) any node may."""
+        if node_ids is None:
+            self._poll_now.set()
+            return
+        for node_id in node_ids:
+            if self._registry.get(node_id) is not None:
+                self.poke(node_id)
+                self._look_at[node_id] = None
+                self._look.set()
+
+    def look_at(self, node_id: str) -> None:
+        """Look for cancels and a newer spec of a node, and for commands: a session begins by it."""
+        self.notified([node_id])
+
+    def request_spec(self, session: LiveSession) -> None:
+        """Read the node's spec, whatever the session was offered before."""
+        self._requested_specs[session.node_id] = session
+        self._look.set()
+
+    def put_back(self, session: LiveSession, effect: PutBack) -> None:
+        """Put a refused command back, and ask again once its back-off is over."""
+        self._metrics.busy.inc()
+        self._busy.append(_Busy(session, effect))
+        self._woken.set()
+        asyncio.get_running_loop().call_later(effect.back_off_ms / 1000, self.poke, session.node_id)
+
+    async def run(self) -> None:
+        """Run the three loops until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._dispatch_loop(), name="dispatch")
+            group.create_task(self._look_loop(), name="dispatch-look")
+            group.create_task(self._poll_loop(), name="dispatch-poll")
+
+    async def _dispatch_loop(self) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            while self._busy or self._named:
+                if not self._fence.admitting():
+                    # The sessions are dropped by whoever watches the fence; what was named belongs to them.
+                    self._busy.clear()
+                    self._named.clear()
+                    break
+                if not await self._survive(self._turn()):
+                    await asyncio.sleep(self._world.dice.uniform(RETRY_S / 2, RETRY_S))
+
+    async def _turn(self) -> None:
+        if self._busy:
+            await self._put_back_all()
+        if self._named:
+            await self._dispatch()
+
+    async def _put_back_all(self) -> None:
+        busy, self._busy = self._busy, []
+        rows = [
+            BusyCommand(
+                key=item.session.key,
+                command_id=item.effect.command_id,
+                attempt=item.effect.attempt,
+                back_off_ms=item.effect.back_off_ms,
+                outbox_id=self._world.ids.uuid7(),
+            )
+            for item in busy
+        ]
+        try:
+            await delivery.put_back(
+                self._database, rows, lease=self._lease, event_type=telemetry.EVENT_COMMAND_FINISHED
+            )
+        except BaseException:
+            self._busy = busy + self._busy
+            raise
+        for item in busy:
+            item.session.give(PutBackCommitted(item.effect.command_id))
+
+    async def _dispatch(self) -> None:
+        names = list(self._named)[:NODES_MAX]
+        for name in names:
+            del self._named[name]
+        live = {name: session for name in names if (session := self._registry.get(name)) is not None}
+        demands = [demand for session in live.values() if (demand := gateway_side.wants(session.state)) is not None]
+        if not demands:
+            return
+        try:
+            marked = await delivery.dispatch(self._database, demands, lease=self._lease)
+        except BaseException:
+            self._named = {**dict.fromkeys(names), **self._named}
+            raise
+        self._send(marked)
+
+    def _send(self, marked: Sequence[MarkedCommand]) -> None:
+        by_node: dict[str, list[MarkedCommand]] = {}
+        for item in marked:
+            by_node.setdefault(item.node_id, []).append(item)
+        self._metrics.dispatched.inc(len(marked))
+        for node_id, items in by_node.items():
+            session = self._registry.get(node_id)
+            # A session that ended meanwhile: its next one replays what was marked.
+            if session is not None and session.state.session_id == items[0].session_id:
+                session.give(CommandsMarked(tuple(item.command for item in items)))
+                # There may be more than the credits it had; a poke that finds none costs one index probe.
+                self.poke(node_id)
+
+    async def _look_loop(self) -> None:
+        while True:
+            await self._look.wait()
+            await asyncio.sleep(LOOK_DELAY_S)
+            self._look.clear()
+            names, self._look_at = self._look_at, {}
+            requested, self._requested_specs = self._requested_specs, {}
+            if not await self._survive(self._look_up(list(names), requested)):
+                self._look_at = {**names, **self._look_at}
+                self._requested_specs = {**requested, **self._requested_specs}
+                self._look.set()
+                await asyncio.sleep(self._world.dice.uniform(RETRY_S / 2, RETRY_S))
+
+    async def _look_up(self, node_ids: Sequence[str], requested: dict[str, LiveSession]) -> None:
+        for node_id, command_id, reason in await delivery.cancels_of(self._database, node_ids) if node_ids else ():
+            session = self._registry.get(node_id)
+            if session is not None:
+                session.give(CancelRequested(command_id, reason))
+        generations = {
+            node_id: session.state.offered_generation
+            for node_id in node_ids
+            if (session := self._registry.get(node_id)) is not None
+        }
+        generations |= dict.fromkeys(requested, 0)
+        if not generations:
+            return
+        specs = await sessions.newer_specs(self._database, generations=generations)
+        for node_id, spec in specs.items():
+            session = self._registry.get(node_id)
+            if session is not None:
+                session.give(SpecPublished(spec, requested=requested.get(node_id) is session))
+
+    async def _poll_loop(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._poll_now.wait(), POLL_S)
+            self._poll_now.clear()
+            if len(self._registry):
+                await self._survive(self._poll())
+
+    async def _poll(self) -> None:
+        gateway_id = self._lease.gateway_id
+        names = await delivery.nodes_with_work(self._database, gateway_id=gateway_id)
+        names += await sessions.recently_published_specs(
+            self._database, gateway_id=gateway_id, window_ms=SPEC_WINDOW_MS
+        )
+        self.notified(names)
+
+    async def _survive(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Await one turn; a passing fault is logged and told, ours as well: the loop goes on."""
+        try:
+            await work
+        except Conflict:
+            return True
+        except Unavailable as error:
+            if error.reason != Reason.FENCED:
+                log.warning("dispatch waits for the database", error=error.message)
+            return False
+        except BetterComputeError:
+            log.exception("dispatch failed")
+            return False
+        return True
