@@ -71,10 +71,28 @@ def cancelled_may_go(cancelled_mark_ms: int, *, mark_ms: int) -> bool:
     return mark_ms >= cancelled_mark_ms + MAX_NOT_AFTER_MS + DELIVERY_GRACE_MS
 
 
-def forgettable(entries: Iterable[JournalEntry], cancelled: Mapping[str, int], *, mark_ms: int) -> tuple[str, ...]:
+def left_may_go(entry: JournalEntry, *, process_id: str, mark_ms: int) -> bool:
+    """Say whether an entry that an earlier process left unfinished may go: it was never delivered again, and cannot be.
+
+    It may run again or never ran, so forgetting it loses nothing; a delivery after all of this is answered as expired.
+    """
+    return (
+        not entry.done
+        and entry.process_id != process_id
+        and mark_ms >= entry.not_after_ms + DELIVERY_GRACE_MS + KEEP_MS
+    )
+
+
+def forgettable(
+    entries: Iterable[JournalEntry], cancelled: Mapping[str, int], *, process_id: str, mark_ms: int
+) -> tuple[str, ...]:
     """Return the ids that may be forgotten now. `cancelled` maps an id to the mark at its cancel."""
     return (
-        *(entry.command_id for entry in entries if entry_may_go(entry, mark_ms=mark_ms)),
+        *(
+            entry.command_id
+            for entry in entries
+            if entry_may_go(entry, mark_ms=mark_ms) or left_may_go(entry, process_id=process_id, mark_ms=mark_ms)
+        ),
         *(command_id for command_id, at_ms in cancelled.items() if cancelled_may_go(at_ms, mark_ms=mark_ms)),
     )
 

@@ -46,6 +46,9 @@ class GatewaySession:
     load: messages.NodeLoad | None = None
     """From the last heartbeat; kept in memory only."""
     drain_at_ms: int | None = None
+    """When the daemon was asked to have reconnected elsewhere."""
+    awaits_new_journal: bool = False
+    """Welcome said `new_journal`: nothing is sent before the daemon says Hello anew."""
     closed: bool = False
 
 

@@ -170,25 +170,30 @@ class TunnelRequested:
     ticket: str
 
 
+EndingInput = (
+    Superseded
+    | ZombieFound
+    | LeaseLost
+    | Revoked
+    | FactsFailed
+    | FactsPoisoned
+    | SlowConsumer
+    | GatewayStopping
+    | PeerEnded
+)
+"""Those that end the session; `closing.CLOSINGS` says how."""
+
 GatewayInput = (
-    FrameReceived
+    EndingInput
+    | FrameReceived
     | FrameRefused
     | CommandsMarked
     | FactsCommitted
-    | FactsFailed
-    | FactsPoisoned
     | PutBackCommitted
     | CancelRequested
     | SpecPublished
     | Tick
-    | Superseded
-    | ZombieFound
-    | Revoked
-    | LeaseLost
     | DrainRequested
-    | SlowConsumer
-    | GatewayStopping
-    | PeerEnded
     | SecretAnswered
     | WorkloadTokenAnswered
     | TunnelRequested
@@ -256,11 +261,15 @@ class HandlerFinished:
     signature: messages.Signature | None = None
 
 
+Hashes = Mapping[str, bytes]
+"""SHA-256 by inventory section."""
+
+
 @dataclass(frozen=True, slots=True)
 class InventoryCollected:
-    """The inventory as it now is: hash by section. The bodies stay with the shell."""
+    """The inventory as it now is. The bodies stay with the shell."""
 
-    hashes: Mapping[str, bytes]
+    hashes: Hashes
 
 
 @dataclass(frozen=True, slots=True)

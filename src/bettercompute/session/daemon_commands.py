@@ -1,0 +1,389 @@
+"""What a daemon makes of a command, its cancel and its end: judged, journaled, run, answered (decisions 4 and 5).
+
+"Started" is durable before the effect, and a result before it is sent: each function puts its journal writes first. A
+delivery is never trusted to be the first one (`resume.at_delivery`), and BUSY is the only answer that leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from bettercompute.delivery import cancel, lanes
+from bettercompute.delivery.cancel import DaemonCancel
+from bettercompute.delivery.commands import CommandState
+from bettercompute.delivery.facts import rejection_reason
+from bettercompute.delivery.journal_rules import JournalEntry
+from bettercompute.errors import Refused
+from bettercompute.protocol import messages
+from bettercompute.protocol.frames import decode_message
+from bettercompute.protocol.kinds import KINDS, CommandKind, unpack_payload
+from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
+from bettercompute.protocol.versions import UPGRADE_KIND
+from bettercompute.session import busy, clock, resume
+from bettercompute.session.daemon_state import DaemonSession, Phase
+from bettercompute.session.effects import (
+    AcceptCommand,
+    DaemonEffect,
+    FinishCommand,
+    RememberCancelled,
+    ResendResult,
+    SendAgentFrame,
+    StartCommand,
+    StartHandler,
+    StopHandler,
+    TakeUpCommand,
+    Warn,
+)
+from bettercompute.session.inputs import CommandRefusal, HandlerFinished, HandlerProgressed
+from bettercompute.session.resume import AtDelivery
+
+Outcome = tuple[DaemonSession, tuple[DaemonEffect, ...]]
+
+TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delivery:
+    """A command frame whose body decodes."""
+
+    frame: messages.Command
+    body: messages.CommandBody
+    kind: CommandKind | None
+
+    @property
+    def command_id(self) -> str:
+        return self.body.command_id
+
+
+# Delivery
+
+
+def delivered(state: DaemonSession, frame: messages.Command, refusal: CommandRefusal | None, *, now_ms: int) -> Outcome:
+    """Return what a command frame does: count it, then answer from the journal, reject it, or accept and start it."""
+    try:
+        body = decode_message(messages.CommandBody, frame.body, limit=MAX_COMMAND_BODY_BYTES)
+    except Refused as error:
+        return state, (
+            Warn("bad-command", f"a command of the gateway does not decode and is ignored: {error.message}"),
+        )
+    delivery = _Delivery(frame=frame, body=body, kind=KINDS.get(body.kind))
+    if body.lane in state.lanes:
+        state = _with_lane(state, body.lane, lanes.received(state.lanes[body.lane]))
+    if refusal is not None:
+        return _rejected(state, delivery, refusal.reason, refusal.message, now_ms=now_ms)
+    command_id = delivery.command_id
+    entry = state.entries.get(command_id) or state.settled.get(command_id)
+    met = resume.at_delivery(
+        entry,
+        cancelled=command_id in state.cancelled,
+        seen=frame.seen,
+        process_id=state.facts.process_id,
+        kind=delivery.kind,
+    )
+    if met is AtDelivery.DONE and entry is not None:
+        return state, _stored_result(state, entry)
+    if met is AtDelivery.RUNNING and entry is not None:
+        return state, answer(state, _update(state, command_id, frame.attempt, entry.state, now_ms=now_ms))
+    if met is AtDelivery.REFUSED_CANCELLED:
+        return state, answer(state, _cancelled_update(state, command_id, frame.attempt, now_ms=now_ms))
+    unfit = _unfit(state, delivery, now_ms=now_ms)
+    if unfit is not None:
+        if entry is not None:
+            return _finish_left(state, entry, frame.attempt, unfit, now_ms=now_ms)
+        return _rejected(state, delivery, unfit.reason, unfit.message, now_ms=now_ms)
+    if met is AtDelivery.FORGOTTEN_FAILS:
+        update = _update(state, command_id, frame.attempt, CommandState.FAILED, now_ms=now_ms)
+        update.reason = resume.JOURNAL_LOST
+        update.message = "this journal does not know the command, which was seen running before; it is not run twice"
+        return state, answer(state, update)
+    return _begin(state, delivery, entry, now_ms=now_ms)
+
+
+def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None, *, now_ms: int) -> Outcome:
+    """Accept a command, or take it up from an earlier process, and start it: one journal transaction, then the
+    effect.
+    """
+    body, frame, facts = delivery.body, delivery.frame, state.facts
+    done_unacked = sum(1 for other in state.entries.values() if other.done)
+    why = busy.why_busy(
+        state.lanes[body.lane],
+        done_unacked=done_unacked,
+        ids=len(state.entries) + len(state.settled) + len(state.cancelled),
+        journal_full=state.journal_full,
+    )
+    if why is not None:
+        message = f"{why.value}: try again later"
+        return _rejected(state, delivery, messages.COMMAND_REJECT_REASON_BUSY, message, now_ms=now_ms)
+    started = JournalEntry(
+        command_id=body.command_id,
+        kind=body.kind,
+        lane=body.lane,
+        attempt=frame.attempt,
+        state=CommandState.RUNNING,
+        not_after_ms=body.not_after_ms,
+        process_id=facts.process_id,
+        started=True,
+        start_boot_id=facts.boot_id,
+        start_role=facts.role,
+        start_version=facts.daemon_version,
+    )
+    serialized = frame.SerializeToString()
+    keep: DaemonEffect
+    if entry is None:
+        accepted = replace(
+            started, state=CommandState.ACKED, started=False, start_boot_id="", start_role=0, start_version=""
+        )
+        keep = AcceptCommand(accepted, serialized)
+    else:
+        keep = TakeUpCommand(body.command_id, frame.attempt, facts.process_id, serialized)
+    state = replace(state, entries={**state.entries, body.command_id: started})
+    state = _with_lane(state, body.lane, lanes.held(state.lanes[body.lane], body.command_id))
+    update = _update(state, body.command_id, frame.attempt, CommandState.RUNNING, now_ms=now_ms)
+    update.started_at_ms = update.at_ms
+    return state, (
+        keep,
+        StartCommand(body.command_id, facts.boot_id, facts.role, facts.daemon_version),
+        *answer(state, update),
+        StartHandler(body.command_id, frame.attempt, body),
+    )
+
+
+def journal_refused(state: DaemonSession, command_id: str, *, now_ms: int) -> Outcome:
+    """Undo an acceptance for which the journal had no room, and answer BUSY: nothing of it has begun."""
+    entry = state.entries.get(command_id)
+    if entry is None or entry.done:
+        return state, ()
+    entries = {other: kept for other, kept in state.entries.items() if other != command_id}
+    state = _let_go(replace(state, entries=entries, journal_full=True), entry)
+    update = _update(state, command_id, entry.attempt, CommandState.REJECTED, now_ms=now_ms)
+    update.reject_reason = messages.COMMAND_REJECT_REASON_BUSY
+    update.message = f"{busy.WhyBusy.JOURNAL_FULL.value}: try again later"
+    return state, answer(state, update)
+
+
+def _unfit(state: DaemonSession, delivery: _Delivery, *, now_ms: int) -> CommandRefusal | None:
+    """Return why a command must not run here, whoever sends it; None when it may."""
+    body, kind = delivery.body, delivery.kind
+    if not body.command_id:
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_INVALID, "the body names no command_id")
+    if body.node_id != state.facts.node_id:
+        message = f"the command is for node {body.node_id!r}, this is {state.facts.node_id!r}"
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_WRONG_NODE, message)
+    if body.trust_domain and state.facts.trust_domain and body.trust_domain != state.facts.trust_domain:
+        message = f"the command is of trust domain {body.trust_domain!r}, this is {state.facts.trust_domain!r}"
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_WRONG_NODE, message)
+    if kind is None or (state.upgrade_only and body.kind != UPGRADE_KIND):
+        message = f"this session takes only {UPGRADE_KIND}" if state.upgrade_only else f"unknown kind {body.kind!r}"
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_UNSUPPORTED, message)
+    if state.facts.role not in kind.roles:
+        message = f"{body.kind} is not for role {state.facts.role}"
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_KIND_NOT_ALLOWED, message)
+    if body.lane != kind.lane or body.lane not in state.lanes:
+        message = f"{body.kind} belongs to lane {int(kind.lane)}, the body says {int(body.lane)}"
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_INVALID, message)
+    if body.timeout_ms == 0 or body.not_after_ms <= 0:
+        message = "timeout_ms and not_after_ms must be set"
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_INVALID, message)
+    now = clock.session_time(state.clock, now_ms=now_ms)
+    if now >= body.not_after_ms:
+        message = f"not_after was {body.not_after_ms} ms, it is {now} ms by this session's time"
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_EXPIRED, message)
+    try:
+        unpack_payload(kind, body)
+    except Refused as error:
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_INVALID, error.message)
+    return None
+
+
+def _rejected(
+    state: DaemonSession,
+    delivery: _Delivery,
+    reason: messages.CommandRejectReason.ValueType,
+    message: str,
+    *,
+    now_ms: int,
+) -> Outcome:
+    update = _update(state, delivery.command_id, delivery.frame.attempt, CommandState.REJECTED, now_ms=now_ms)
+    update.reject_reason = reason
+    update.message = message
+    return state, answer(state, update)
+
+
+# Cancel
+
+
+def cancelled(state: DaemonSession, frame: messages.Cancel, *, now_ms: int) -> Outcome:
+    """Return what a cancel frame does, by the table of `delivery.cancel`."""
+    command_id = frame.command_id
+    entry = state.entries.get(command_id) or state.settled.get(command_id)
+    action = cancel.daemon_action(entry, remembered=command_id in state.cancelled, process_id=state.facts.process_id)
+    if action is DaemonCancel.STOP:
+        return state, (StopHandler(command_id, frame.reason),)
+    if action is DaemonCancel.RESEND and entry is not None:
+        return state, _stored_result(state, entry)
+    if action is DaemonCancel.FINISH and entry is not None:
+        update = _cancelled_update(state, command_id, entry.attempt, now_ms=now_ms)
+        return _finished(state, entry, update)
+    update = _cancelled_update(state, command_id, 0, now_ms=now_ms)
+    if action is DaemonCancel.ANSWER_CANCELLED or not command_id:
+        return state, answer(state, update)
+    state = replace(state, cancelled={**state.cancelled, command_id: state.clock.mark_ms})
+    return state, (RememberCancelled(command_id, state.clock.mark_ms), *answer(state, update))
+
+
+# Progress and end
+
+
+def progressed(state: DaemonSession, given: HandlerProgressed, *, now_ms: int) -> Outcome:
+    """Tell how far a running command has come; nothing is journaled, and nothing is owed once the stream is gone."""
+    entry = state.entries.get(given.command_id)
+    if entry is None or entry.done or state.phase is not Phase.LIVE:
+        return state, ()
+    update = _update(state, given.command_id, entry.attempt, CommandState.RUNNING, now_ms=now_ms)
+    if given.progress is not None:
+        update.progress.CopyFrom(given.progress)
+    if given.output is not None:
+        update.output.CopyFrom(given.output)
+    return state, answer(state, update)
+
+
+def handler_finished(state: DaemonSession, given: HandlerFinished, *, now_ms: int) -> Outcome:
+    """Journal a result, then send it; the credit is free with the sending, its processes have been reaped before."""
+    entry = state.entries.get(given.command_id)
+    if entry is None or entry.done:
+        return state, ()
+    update = _update(state, given.command_id, entry.attempt, given.state, now_ms=now_ms)
+    update.result = given.result
+    update.reason = given.reason
+    update.message = given.message
+    if given.signature is not None:
+        update.signature.CopyFrom(given.signature)
+    return _finished(state, entry, update)
+
+
+def _finish_left(
+    state: DaemonSession, entry: JournalEntry, attempt: int, unfit: CommandRefusal, *, now_ms: int
+) -> Outcome:
+    """End an entry of an earlier process that must not run any more: it is in the journal, so its end is too."""
+    update = _update(state, entry.command_id, attempt, CommandState.FAILED, now_ms=now_ms)
+    update.reason = rejection_reason(unfit.reason)
+    update.message = unfit.message
+    return _finished(state, entry, update)
+
+
+def _finished(state: DaemonSession, entry: JournalEntry, update: messages.CommandUpdate) -> Outcome:
+    state, write = journal_end(state, entry, update)
+    return state, (write, *answer(state, update))
+
+
+def journal_end(
+    state: DaemonSession, entry: JournalEntry, update: messages.CommandUpdate
+) -> tuple[DaemonSession, FinishCommand]:
+    """Return the state in which a command is done, and the write of its terminal update."""
+    serialized = update.SerializeToString()
+    ended = CommandState(update.state)
+    mark_ms = state.clock.mark_ms
+    done = replace(entry, state=ended, update=serialized, done_mark_ms=mark_ms, command=b"")
+    state = _let_go(replace(state, entries={**state.entries, entry.command_id: done}), entry)
+    return state, FinishCommand(entry.command_id, ended, serialized, mark_ms)
+
+
+def owed_results(state: DaemonSession) -> tuple[DaemonEffect, ...]:
+    """Return the results that did not ride in this stream's Hello, oldest first: those past 1 MiB, and newer ones."""
+    owed = sorted(
+        (
+            entry
+            for entry in state.entries.values()
+            if entry.done and not entry.acked and entry.command_id not in state.hello_results
+        ),
+        key=lambda entry: entry.done_mark_ms,
+    )
+    return tuple(
+        SendAgentFrame(messages.AgentFrame(update=messages.CommandUpdate.FromString(entry.update))) for entry in owed
+    )
+
+
+# Answers
+
+
+def answer(state: DaemonSession, *updates: messages.CommandUpdate) -> tuple[DaemonEffect, ...]:
+    """Return the frame of updates: one frame for several where the gateway reads it.
+
+    Nothing while there is no session.
+    """
+    if state.phase is not Phase.LIVE or not updates:
+        return ()
+    if len(updates) > 1 and state.update_batches:
+        batch = messages.CommandUpdateBatch(updates=updates)
+        return (SendAgentFrame(messages.AgentFrame(updates=batch)),)
+    return tuple(SendAgentFrame(messages.AgentFrame(update=update)) for update in updates)
+
+
+def _stored_result(state: DaemonSession, entry: JournalEntry) -> tuple[DaemonEffect, ...]:
+    if entry.update:
+        return answer(state, messages.CommandUpdate.FromString(entry.update))
+    return (ResendResult(entry.command_id),)
+
+
+def _update(
+    state: DaemonSession, command_id: str, attempt: int, reached: CommandState, *, now_ms: int
+) -> messages.CommandUpdate:
+    confirmed = clock.confirmed_time(state.clock, now_ms=now_ms)
+    at_ms = clock.session_time(state.clock, now_ms=now_ms) if confirmed is None else confirmed
+    return messages.CommandUpdate(
+        command_id=command_id,
+        state=messages.CommandState.ValueType(reached),
+        attempt=attempt,
+        at_ms=at_ms,
+    )
+
+
+def end_update(
+    state: DaemonSession, entry: JournalEntry, reached: CommandState, *, reason: str, message: str, now_ms: int
+) -> messages.CommandUpdate:
+    """Return a terminal update that this daemon's own rules make, without a handler."""
+    update = _update(state, entry.command_id, entry.attempt, reached, now_ms=now_ms)
+    update.reason = reason
+    update.message = message
+    return update
+
+
+def _cancelled_update(state: DaemonSession, command_id: str, attempt: int, *, now_ms: int) -> messages.CommandUpdate:
+    update = _update(state, command_id, attempt, CommandState.CANCELLED, now_ms=now_ms)
+    update.reason = resume.CANCELLED
+    update.message = "cancelled before it began"
+    return update
+
+
+# State
+
+
+def acked(state: DaemonSession, command_ids: Iterable[str]) -> tuple[DaemonSession, tuple[str, ...]]:
+    """Return the state after the gateway stored these results, and those of them that the journal knows as done."""
+    known = tuple(name for name in command_ids if name in state.entries and state.entries[name].done)
+    if not known:
+        return state, ()
+    settled = {name: replace(state.entries[name], acked=True, update=b"") for name in known}
+    entries = {name: entry for name, entry in state.entries.items() if name not in settled}
+    return replace(state, entries=entries, settled={**state.settled, **settled}), known
+
+
+def forgotten(state: DaemonSession, command_ids: Iterable[str]) -> DaemonSession:
+    """Return the state without ids that have been kept long enough."""
+    gone = frozenset(command_ids)
+
+    def keep(held: Mapping[str, JournalEntry]) -> Mapping[str, JournalEntry]:
+        return {name: entry for name, entry in held.items() if name not in gone}
+
+    cancelled_ids = {name: mark for name, mark in state.cancelled.items() if name not in gone}
+    return replace(state, entries=keep(state.entries), settled=keep(state.settled), cancelled=cancelled_ids)
+
+
+def _let_go(state: DaemonSession, entry: JournalEntry) -> DaemonSession:
+    lane = state.lanes.get(entry.lane)
+    return state if lane is None else _with_lane(state, entry.lane, lanes.let_go(lane, entry.command_id))
+
+
+def _with_lane(state: DaemonSession, key: int, lane: lanes.DaemonLane) -> DaemonSession:
+    return replace(state, lanes={**state.lanes, key: lane})

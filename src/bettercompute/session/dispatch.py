@@ -1,0 +1,86 @@
+"""What dispatch may take from a session and how marked commands go out ("Epochs and fencing", decisions 4 and 5).
+
+Dispatch marks first and sends after the commit. It asks each session what it can take: commands held back in this
+epoch first, then pending ones, both in seq order within a lane. A mark that commits after credits shrank is kept as
+held back, never sent past a credit and never lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from bettercompute.delivery import lanes
+from bettercompute.delivery.commands import OutgoingCommand
+from bettercompute.protocol.versions import UPGRADE_KIND
+from bettercompute.session.effects import GatewayEffect, SendFrame
+from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
+from bettercompute.session.hello_plan import HeldCommand
+from bettercompute.session.welcome import command_frame
+
+
+def wants(state: GatewaySession) -> DispatchDemand | None:
+    """Return what dispatch may mark for this session now; None when it can take nothing."""
+    if state.closed or state.awaits_new_journal or state.drain_at_ms is not None:
+        return None
+    kinds = kinds_allowed(state)
+    demands = []
+    for key, lane in sorted(state.lanes.items()):
+        if lane.available == 0:
+            continue
+        sendable = [held.command_id for held in state.held if held.lane == key and _may_go(state, held, kinds)]
+        held = tuple(sendable[: lane.available])
+        demands.append(LaneDemand(lane=key, free=lane.available, held=held, pending=lane.available - len(held)))
+    if not demands:
+        return None
+    return DispatchDemand(
+        node_id=state.node_id,
+        session_id=state.session_id,
+        epoch=state.epoch,
+        boot_id=state.boot_id,
+        lanes=tuple(demands),
+        kinds=kinds,
+        signed_only=state.signed_only,
+    )
+
+
+def kinds_allowed(state: GatewaySession) -> frozenset[str] | None:
+    """Return the kinds this session may be sent: the certificate's, and in an upgrade-only session only the upgrade."""
+    if not state.upgrade_only:
+        return state.allowed_kinds
+    upgrade = frozenset({UPGRADE_KIND})
+    return upgrade if state.allowed_kinds is None else upgrade & state.allowed_kinds
+
+
+def commands_marked(
+    state: GatewaySession, commands: Iterable[OutgoingCommand]
+) -> tuple[GatewaySession, tuple[GatewayEffect, ...]]:
+    """Send what was marked, in seq order, as far as credits go; hold the rest."""
+    effects: list[GatewayEffect] = []
+    marked = sorted(commands, key=lambda command: command.seq)
+    names = {command.command_id for command in marked}
+    held = [command for command in state.held if command.command_id not in names]
+    counted = dict(state.lanes)
+    sent = dict(state.sent)
+    for command in marked:
+        lane = counted.get(command.lane)
+        if lane is None or lane.available == 0:
+            held.append(
+                HeldCommand(
+                    command_id=command.command_id,
+                    kind=command.kind,
+                    lane=command.lane,
+                    seq=command.seq,
+                    signed=bool(command.signature),
+                )
+            )
+            continue
+        counted[command.lane] = lanes.sent(lane, command.command_id)
+        sent[command.command_id] = command.lane
+        effects.append(SendFrame(command_frame(command)))
+    held.sort(key=lambda command: command.seq)
+    return replace(state, lanes=counted, sent=sent, held=tuple(held)), tuple(effects)
+
+
+def _may_go(state: GatewaySession, held: HeldCommand, kinds: frozenset[str] | None) -> bool:
+    return (kinds is None or held.kind in kinds) and (held.signed or not state.signed_only)
