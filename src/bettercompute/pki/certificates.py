@@ -100,7 +100,7 @@ def make_serving_leaf(
     """Make a gateway's certificate for DNS names and IP addresses, valid for at most 90 days."""
     if not 1 <= len(names) <= SERVING_NAMES_MAX:
         raise refuse(
-            Reason.BAD_REQUEST,
+            Reason.INVALID_NAME,
             f"a serving certificate needs 1 to {SERVING_NAMES_MAX} names and was given {len(names)}: pass --san",
         )
     if not 0 < lifetime_ms <= SERVING_LIFETIME_MAX_MS:
@@ -359,7 +359,7 @@ def _serving_name(name: str) -> x509.GeneralName:
     labels = name.removeprefix("*.").split(".")
     allowed = "abcdefghijklmnopqrstuvwxyz0123456789-"
     if len(name) > 253 or not all(0 < len(label) <= 63 and not label.strip(allowed) for label in labels):
-        raise refuse(Reason.BAD_REQUEST, f"{name!r} is neither a DNS name in lower case nor an IP address")
+        raise refuse(Reason.INVALID_NAME, f"{name!r} is neither a DNS name in lower case nor an IP address")
     return x509.DNSName(name)
 
 
@@ -407,4 +407,4 @@ def _bad_certificate(why: str) -> Refused:
 
 
 def _bad_csr(why: str) -> Refused:
-    return refuse(Reason.BAD_REQUEST, f"the certificate request is refused: {why}")
+    return refuse(Reason.BAD_CSR, f"the certificate request is refused: {why}")

@@ -104,7 +104,7 @@ def check_trust_domain(text: str) -> str:
     if is_trust_domain(text):
         return text
     raise refuse(
-        Reason.BAD_REQUEST,
+        Reason.INVALID_NAME,
         f"{_shown(text)} is not a trust domain: use lower-case letters, digits, '-' and '_' in labels joined by single "
         f"dots, at most {TRUST_DOMAIN_LENGTH_MAX} characters",
     )
@@ -114,7 +114,7 @@ def check_role(text: str) -> str:
     """Return `text` when it is a role of ours, else refuse it INVALID_ARGUMENT."""
     if text in ROLES:
         return text
-    raise refuse(Reason.BAD_REQUEST, f"{_shown(text)} is not a role: use one of {', '.join(ROLES)}")
+    raise refuse(Reason.INVALID_NAME, f"{_shown(text)} is not a role: use one of {', '.join(ROLES)}")
 
 
 def role_of(agent_role: messages.AgentRole.ValueType) -> str | None:
@@ -202,7 +202,7 @@ def _checked_name(text: str, *, what: str) -> str:
     if is_name(text):
         return text
     raise refuse(
-        Reason.BAD_REQUEST,
+        Reason.INVALID_NAME,
         f"{_shown(text)} is not a {what}: use lower-case letters, digits and '-', beginning with a letter or digit, "
         f"at most {NAME_LENGTH_MAX} characters",
     )

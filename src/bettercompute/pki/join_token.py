@@ -110,7 +110,7 @@ def check_gateway_url(url: str) -> str:
     if len(url) <= GATEWAY_URL_CHARACTERS_MAX and _URL.fullmatch(url):
         return url
     raise refuse(
-        Reason.BAD_REQUEST,
+        Reason.INVALID_NAME,
         f"{url[:GATEWAY_URL_CHARACTERS_MAX]!a} is not a gateway URL: write https://HOST:PORT in ASCII, at most "
         f"{GATEWAY_URL_CHARACTERS_MAX} characters",
     )

@@ -253,6 +253,11 @@ class KeyFolder:
         """Return the names of the keys that are here."""
         return [name.removesuffix(".key") for name in self._disk.names(self.folder) if name.endswith(".key")]
 
+    def create(self, files: Mapping[str, bytes]) -> None:
+        """Make the folder with exactly these files, at once; it must not hold any yet."""
+        make_folders(self._disk, self.folder.parent)
+        place_folder(self._disk, self.folder, files)
+
     def write_authority(self, name: str, authority: Authority) -> None:
         """Write a key and its certificate."""
         self._write(name, key_to_pem(authority.key), authority.certificate.public_bytes(Encoding.PEM))

@@ -9,6 +9,7 @@ and again before it is believed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,22 +63,15 @@ class Trust:
     """The serialized SignedTrustBundle, kept and relayed as it is."""
 
 
-def publish(content: TrustContent, *, held: Trust | None, key: ec.EllipticCurvePrivateKey, now_ms: int) -> Trust | None:
-    """Sign `content` as the version after `held`; None when `held` says the same already."""
-    if held is not None and held.content == content:
-        return None
-    bundle = messages.TrustBundle(
-        version=1 if held is None else held.version + 1,
-        trust_domain=identity.check_trust_domain(content.trust_domain),
-        command_signing_roots=[_root_message(root) for root in content.command_roots],
-        join_signing_keys=[_spki(public_key) for public_key in content.join_signing_keys],
-        join_encryption_keys=[_spki(public_key) for public_key in content.join_encryption_keys],
-        serving_ca_spki_sha256=[bytes.fromhex(pin) for pin in content.serving_ca_pins],
-        issued_at_ms=now_ms,
-    )
-    body = bundle.SerializeToString(deterministic=True)
+def content_sha256(content: TrustContent) -> bytes:
+    """Return what tells two contents apart, whatever their versions and times."""
+    return hashlib.sha256(_bundle(content, version=0, now_ms=0).SerializeToString(deterministic=True)).digest()
+
+
+def sign(content: TrustContent, *, version: int, key: ec.EllipticCurvePrivateKey, now_ms: int) -> Trust:
+    """Sign `content` as a version; what daemons would refuse is refused here, so that it is never published."""
+    body = _bundle(content, version=version, now_ms=now_ms).SerializeToString(deterministic=True)
     signed = messages.SignedTrustBundle(body=body, signature=signatures.sign(key, trust_bundle_input(body)))
-    # Verified like a daemon's, so that what daemons would refuse is never published.
     return verify(signed.SerializeToString(deterministic=True), pinned_keys=content.join_signing_keys)
 
 
@@ -139,6 +133,18 @@ def _parse(bundle: messages.TrustBundle) -> TrustContent:
         join_signing_keys=tuple(_key(spki) for spki in bundle.join_signing_keys),
         join_encryption_keys=tuple(_key(spki) for spki in bundle.join_encryption_keys),
         serving_ca_pins=tuple(pin.hex() for pin in bundle.serving_ca_spki_sha256),
+    )
+
+
+def _bundle(content: TrustContent, *, version: int, now_ms: int) -> messages.TrustBundle:
+    return messages.TrustBundle(
+        version=version,
+        trust_domain=content.trust_domain,
+        command_signing_roots=[_root_message(root) for root in content.command_roots],
+        join_signing_keys=[_spki(public_key) for public_key in content.join_signing_keys],
+        join_encryption_keys=[_spki(public_key) for public_key in content.join_encryption_keys],
+        serving_ca_spki_sha256=[bytes.fromhex(pin) for pin in content.serving_ca_pins],
+        issued_at_ms=now_ms,
     )
 
 

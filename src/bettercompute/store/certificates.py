@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bettercompute.store import channels
@@ -111,6 +112,12 @@ async def revoke_generation(
             "certificates.notify_revoked", channel=channels.REVOCATIONS, payloads=channels.payloads([node_id])
         )
     return tuple(sorted(row["serial"] for row in rows))
+
+
+async def supersede(transaction: Transaction, *, node_id: str, serials: Sequence[str]) -> None:
+    """End serials that were issued and never used. The caller holds the node's session row (`nodes.lock_session`)."""
+    if serials:
+        await transaction.execute("certificates.supersede", node_id=node_id, serials=list(serials))
 
 
 async def revoked_since(queries: Queries, *, since_ms: int) -> list[Revocation]:

@@ -45,9 +45,7 @@ def make_trust(*, held: Trust | None = None, domain: str = "bc.local") -> Trust:
         join_encryption_keys=(SIGNING.public_key(),),
         serving_ca_pins=("ab" * 32,) if held is None else ("cd" * 32,),
     )
-    published = trust.publish(content, held=held, key=SIGNING, now_ms=NOW_MS)
-    assert published is not None
-    return published
+    return trust.sign(content, version=1 if held is None else held.version + 1, key=SIGNING, now_ms=NOW_MS)
 
 
 TRUST = make_trust()

@@ -303,7 +303,7 @@ def altered_request() -> bytes:
 def test_a_bad_request_is_refused(csr, why):
     with pytest.raises(Refused, match=why) as caught:
         certificates.check_csr(csr)
-    assert (caught.value.status, caught.value.reason) == (Status.INVALID_ARGUMENT, Reason.BAD_REQUEST)
+    assert (caught.value.status, caught.value.reason) == (Status.INVALID_ARGUMENT, Reason.BAD_CSR)
 
 
 def test_a_pin_is_the_hash_of_the_public_key(serving_ca):

@@ -141,7 +141,7 @@ def test_a_statement_of_a_later_release_is_ignored():
 def test_a_bad_name_is_told_with_its_grammar(check, text):
     with pytest.raises(Refused, match="use lower-case letters, digits and '-'") as caught:
         check(text)
-    assert (caught.value.status, caught.value.reason) == (Status.INVALID_ARGUMENT, Reason.BAD_REQUEST)
+    assert (caught.value.status, caught.value.reason) == (Status.INVALID_ARGUMENT, Reason.INVALID_NAME)
 
 
 def test_good_names_are_returned():

@@ -28,9 +28,7 @@ CONTENT = TrustContent(
 
 
 def publish(content: TrustContent = CONTENT, *, held: Trust | None = None) -> Trust:
-    published = trust.publish(content, held=held, key=SIGNING, now_ms=NOW_MS)
-    assert published is not None
-    return published
+    return trust.sign(content, version=1 if held is None else held.version + 1, key=SIGNING, now_ms=NOW_MS)
 
 
 def accept(signed: bytes, *, held: Trust | None = None, domain: str = "bc.local") -> Trust | None:
@@ -56,9 +54,14 @@ def test_a_first_bundle_is_version_1_and_comes_back_whole():
     assert bundle_of(first).issued_at_ms == NOW_MS
 
 
-def test_the_version_rises_with_the_content_only():
+def test_a_content_is_the_same_whatever_its_version_and_time():
+    assert trust.content_sha256(CONTENT) == trust.content_sha256(publish().content)
+    assert trust.content_sha256(CONTENT) != trust.content_sha256(replace(CONTENT, command_roots=()))
+    assert trust.content_sha256(CONTENT) != trust.content_sha256(replace(CONTENT, trust_domain="other"))
+
+
+def test_a_newer_bundle_is_taken():
     first = publish()
-    assert trust.publish(CONTENT, held=first, key=SIGNING, now_ms=NOW_MS + 1) is None
     second = publish(replace(CONTENT, command_roots=()), held=first)
     assert second.version == 2
     assert accept(second.signed, held=first) == second

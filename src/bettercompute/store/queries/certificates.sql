@@ -65,3 +65,11 @@ SELECT serial, node_id, to_ms(revoked_at) AS revoked_at_ms, revocation_reason
 -- name: certificates.notify_revoked
 -- other: a hint for the gateways
 SELECT pg_notify(:channel, payload) FROM unnest(:payloads::text[]) AS payload;
+
+-- name: certificates.supersede
+-- other: serials that were issued and never used make room; runs under the session row's lock
+WITH locked AS (
+  SELECT serial FROM node_certs
+   WHERE node_id = :node_id AND serial = ANY (:serials::text[]) AND superseded_at IS NULL
+   ORDER BY serial FOR NO KEY UPDATE)
+UPDATE node_certs c SET superseded_at = compute_now() FROM locked WHERE c.serial = locked.serial;

@@ -1,0 +1,1 @@
+"""How a node that asks to join is believed: one file per attestor, all behind `port.Attestor`."""

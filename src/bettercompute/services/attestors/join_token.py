@@ -1,0 +1,77 @@
+"""Attestor `join-token`: the node holds the secret of a token that an operator made. One UPDATE decides who uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from bettercompute.pki import join_token
+from bettercompute.protocol import messages
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.services.attestors.port import Grant
+from bettercompute.services.issuing import Request
+from bettercompute.store import tokens
+from bettercompute.store.database import Transaction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinTokenClaim:
+    """A secret that came sealed for this very request."""
+
+    secret_sha256: bytes = field(repr=False)
+    csr_sha256: bytes
+    role: str
+    asked_node_id: str | None
+
+    async def redeem(self, transaction: Transaction, *, drawn_node_id: str, source: str) -> Grant:
+        """Use the token, or refuse: unknown, used, expired, revoked, for another role or another node."""
+        redeemed = await tokens.redeem(
+            transaction,
+            secret_sha256=self.secret_sha256,
+            csr_sha256=self.csr_sha256,
+            role=self.role,
+            drawn_node_id=drawn_node_id,
+            asked_node_id=self.asked_node_id,
+            source=source,
+        )
+        if redeemed.role != self.role:
+            raise refuse(
+                Reason.TOKEN_ROLE,
+                f"join token {redeemed.token_id} is for role {redeemed.role}, not {self.role}: make one for this role",
+            )
+        if self.asked_node_id is not None and redeemed.node_id != self.asked_node_id:
+            # The exception undoes the use: a token that fixes no id must not let its holder take another node's place.
+            raise refuse(
+                Reason.TOKEN_NODE,
+                f"join token {redeemed.token_id} does not name node {self.asked_node_id}: "
+                f"make one with `token create --node-id {self.asked_node_id}`, or join without a node id",
+            )
+        return Grant(
+            node_id=redeemed.node_id,
+            site=redeemed.site,
+            role=redeemed.role,
+            tenant_controlled=redeemed.tenant_controlled,
+            allowed_kinds=redeemed.allowed_kinds,
+            granted_by=f"token/{redeemed.token_id}",
+            again=redeemed.again,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JoinTokenAttestor:
+    """Opens sealed tokens."""
+
+    join_encryption: ec.EllipticCurvePrivateKey = field(repr=False)
+
+    def examine(self, request: messages.JoinRequest, csr: Request, *, role: str, now_ms: int) -> JoinTokenClaim:
+        """Open the sealed token and check that it was sealed for this request and role."""
+        proof = join_token.open_proof(
+            self.join_encryption, request.sealed_token, csr_der=csr.csr_der, role=role, now_ms=now_ms
+        )
+        return JoinTokenClaim(
+            secret_sha256=bytes.fromhex(join_token.secret_sha256(proof.secret)),
+            csr_sha256=csr.sha256,
+            role=role,
+            asked_node_id=request.node_id or None,
+        )
