@@ -51,6 +51,10 @@ class Conflict(Unavailable):
     """Another transaction got in the way (SQLSTATE 40001, 40P01): the whole transaction may be run again."""
 
 
+class Locked(Unavailable):
+    """Another transaction holds what a NOWAIT asked for (SQLSTATE 55P03)."""
+
+
 class StatementFailed(Bug):
     """PostgreSQL refused a statement for what it says: a broken constraint, a value it cannot take, wrong SQL."""
 
@@ -62,7 +66,7 @@ class StatementFailed(Bug):
 
 # Conditions that end by themselves. Class 08: connection; 53: resources; 57: operator, shutdown, cancelled by timeout.
 _PASSING_CLASSES = ("08", "53", "57")
-_PASSING_STATES = frozenset({"25006", "25P03", "55P03", "25P04"})  # read-only, idle, lock timeout, transaction timeout
+_PASSING_STATES = frozenset({"25006", "25P03", "25P04"})  # read-only (a standby), idle timeout, transaction timeout
 _CONFLICTS = frozenset({"40001", "40P01"})
 
 
@@ -86,8 +90,12 @@ def _translated() -> Iterator[None]:
 
 def _translate(error: asyncpg.PostgresError) -> Unavailable | StatementFailed:
     sqlstate = error.sqlstate or ""
+    if isinstance(error, asyncpg.InvalidCachedStatementError):
+        return Conflict(f"the schema moved under a prepared statement: {error}", reason=Reason.DATABASE)
     if sqlstate in _CONFLICTS:
         return Conflict(f"the database asks to run this again: {error}", reason=Reason.DATABASE)
+    if sqlstate == "55P03":
+        return Locked(f"another transaction holds a lock: {error}", reason=Reason.DATABASE)
     if sqlstate.startswith(_PASSING_CLASSES) or sqlstate in _PASSING_STATES:
         return Unavailable(f"the database cannot serve this now: {error}", reason=Reason.DATABASE)
     constraint = getattr(error, "constraint_name", None)
@@ -139,6 +147,23 @@ class Transaction(Queries):
 
 # The stubs make these generic; at run time they are not.
 _Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record] | asyncpg.pool.PoolConnectionProxy[asyncpg.Record]"
+
+
+@contextlib.asynccontextmanager
+async def _transaction(connection: _Connection) -> AsyncIterator[Transaction]:
+    """Commit at the end of the block; roll back on any exception, a cancellation included."""
+    with _translated():
+        opened = connection.transaction()
+        await opened.start()
+    try:
+        yield Transaction(connection)
+    except BaseException:
+        # Where the rollback fails the connection is gone, and the server rolls back by itself.
+        with contextlib.suppress(asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
+            await opened.rollback()
+        raise
+    with _translated():
+        await opened.commit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +223,8 @@ class Database(Queries):
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
         """Open a READ COMMITTED transaction: committed at the end of the block, rolled back by any exception."""
-        async with self._acquired() as connection:
-            with _translated():
-                opened = connection.transaction()
-                await opened.start()
-            try:
-                yield Transaction(connection)
-            except BaseException:
-                with contextlib.suppress(asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-                    await opened.rollback()
-                raise
-            with _translated():
-                await opened.commit()
+        async with self._acquired() as connection, _transaction(connection) as transaction:
+            yield transaction
 
     async def retrying(self, work: Callable[[Transaction], Awaitable[T]], *, attempts: int = RETRY_ATTEMPTS) -> T:
         """Run `work` in a transaction, anew from its beginning after a conflict: only for work that may be repeated."""
@@ -253,7 +268,11 @@ class DedicatedConnection(Queries):
         with _translated():
             options = _connect_options(application_name=application_name, limits=limits)
             connection = await asyncpg.connect(dsn, **options)
+        try:
             await _check_version(connection)
+        except BaseException:
+            connection.terminate()
+            raise
         return cls(connection)
 
     async def listen(self, channel: str, listener: Listener) -> None:
@@ -264,17 +283,8 @@ class DedicatedConnection(Queries):
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
         """Open a transaction on this connection."""
-        with _translated():
-            opened = self._connection.transaction()
-            await opened.start()
-        try:
-            yield Transaction(self._connection)
-        except BaseException:
-            with contextlib.suppress(asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-                await opened.rollback()
-            raise
-        with _translated():
-            await opened.commit()
+        async with _transaction(self._connection) as transaction:
+            yield transaction
 
     async def script(self, sql: str) -> None:
         """Run statements without arguments; several of them run in one implicit transaction."""

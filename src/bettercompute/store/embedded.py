@@ -351,7 +351,7 @@ def _ready_socket_dir(cluster: Path, *, process_id: int | None) -> Path | None:
     except (FileNotFoundError, PermissionError):
         return None
     # Line 1 is the process id, line 5 the socket folder, line 8 the state (src/include/utils/pidfile.h).
-    if len(lines) < 8 or lines[7].strip() != "ready" or process_id not in {None, int(lines[0])}:
+    if len(lines) < 8 or lines[7].strip() not in {"ready", "standby"} or process_id not in {None, int(lines[0])}:
         return None
     if not Path(f"/proc/{lines[0].strip()}").exists():
         return None

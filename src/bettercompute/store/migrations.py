@@ -7,19 +7,25 @@ database that a newer release has already moved on.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from bettercompute.errors import Bug, Refused
+from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.store.database import DedicatedConnection, StatementFailed
+from bettercompute.store.database import DedicatedConnection, Locked, StatementFailed
 
 FOLDER = Path(__file__).parent / "migrations"
 # First line of a file that cannot run in a transaction (CREATE INDEX CONCURRENTLY). It holds one statement, repeatable.
 NO_TRANSACTION = "-- no-transaction"
+# An index on a large table takes its time.
+TURN_WAIT_MS = 3_600_000
+TURN_POLL_MS = 100
 
 _FILE_NAME = re.compile(r"(?P<version>\d{4})_(?P<name>[a-z0-9_]+)\.(?P<phase>expand|contract)\.sql")
 _OWN_TABLES = """
@@ -114,9 +120,7 @@ async def migrate(dsn: str, *, folder: Path = FOLDER, contract: bool = False) ->
     runner = await DedicatedConnection.open(dsn, application_name="better-compute db migrate")
     try:
         await _create_own_tables(guard)
-        async with guard.transaction() as held:
-            # A table of its own: the rows of schema_migrations are written while it is held.
-            await held.script("LOCK TABLE schema_migrations_lock IN ACCESS EXCLUSIVE MODE")
+        async with _only_runner(guard):
             found = _compare(await _applied(runner), read(folder))
             _refuse_changed(found)
             if found.newer:
@@ -130,6 +134,31 @@ async def migrate(dsn: str, *, folder: Path = FOLDER, contract: bool = False) ->
     finally:
         await runner.close()
         await guard.close()
+
+
+@contextlib.asynccontextmanager
+async def _only_runner(guard: DedicatedConnection) -> AsyncIterator[None]:
+    """Hold the lock that makes runners take turns. It is a table of its own: schema_migrations is written meanwhile.
+
+    Waiting runners ask again and again instead of queueing for the lock: a transaction that waits holds a snapshot, and
+    CREATE INDEX CONCURRENTLY of the runner that works would wait for it, for ever.
+    """
+    for _ in range(TURN_WAIT_MS // TURN_POLL_MS):
+        held = False
+        try:
+            async with guard.transaction() as transaction:
+                await transaction.script("LOCK TABLE schema_migrations_lock IN ACCESS EXCLUSIVE MODE NOWAIT")
+                held = True
+                yield
+        except Locked:
+            if held:
+                raise
+        else:
+            return
+        await asyncio.sleep(TURN_POLL_MS / 1000)
+    raise Unavailable(
+        "another `better-compute db migrate` is still at work: run it again later", reason=Reason.DATABASE
+    )
 
 
 async def _apply(connection: DedicatedConnection, migration: Migration) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
 from bettercompute.store import embedded, migrations
-from bettercompute.store.database import Database, DedicatedConnection, ThreadConnection
+from bettercompute.store.database import Queries, ThreadConnection
 
 # Cheap, but the same program: a test kills processes, never the operating system under them.
 CHEAP_SETTINGS = {
@@ -31,13 +31,13 @@ class TestServer:
     def __init__(self, server: embedded.EmbeddedPostgres) -> None:
         self._server = server
         self._numbers = itertools.count(1)
-        with self._admin() as connection:
-            connection.script(f"CREATE DATABASE {TEMPLATE}")
+        self._admin = ThreadConnection(self.dsn_of("postgres"), application_name="tests")
+        self._admin.script(f"CREATE DATABASE {TEMPLATE}")
         _run(migrations.migrate(self.dsn_of(TEMPLATE)))
 
     @property
     def server(self) -> embedded.EmbeddedPostgres:
-        """Return the process behind it, for tests that stop and start one. Do that to a server of the test's own."""
+        """Return the process behind it. A test that stops or kills one starts its own by `embedded.start`."""
         return self._server
 
     def dsn_of(self, name: str) -> str:
@@ -47,20 +47,17 @@ class TestServer:
     def create_database(self, *, migrated: bool = True) -> str:
         """Make a fresh database, by cloning the migrated template (47 ms) or empty, and return its address."""
         name = f"test_{next(self._numbers)}"
-        with self._admin() as connection:
-            connection.script(f"CREATE DATABASE {name} TEMPLATE {TEMPLATE if migrated else 'template0'}")
+        self._admin.script(f"CREATE DATABASE {name} TEMPLATE {TEMPLATE if migrated else 'template0'}")
         return self.dsn_of(name)
 
     def drop_database(self, dsn: str) -> None:
         """Remove a database and end whoever is still connected to it."""
         name = dsn.rpartition("?")[0].rpartition("/")[2]
-        with self._admin() as connection:
-            connection.script(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+        self._admin.script(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
 
-    @contextlib.contextmanager
-    def _admin(self) -> Iterator[ThreadConnection]:
-        with ThreadConnection(self.dsn_of("postgres"), application_name="tests") as connection:
-            yield connection
+    def close(self) -> None:
+        """Let go of the server."""
+        self._admin.close()
 
 
 @contextlib.contextmanager
@@ -68,16 +65,29 @@ def serve(data_dir: Path) -> Iterator[TestServer]:
     """Run a server with cheap settings for the time of the block. Main thread only."""
     server = embedded.start(data_dir, settings=CHEAP_SETTINGS, initdb_options=("--no-sync",))
     try:
-        yield TestServer(server)
+        handed_out = TestServer(server)
+        try:
+            yield handed_out
+        finally:
+            handed_out.close()
     finally:
         server.stop()
 
 
-async def move_clock(database: Database | DedicatedConnection, *, offset_ms: int) -> None:
+async def move_clock(queries: Queries, *, offset_ms: int) -> None:
     """Move `compute_now()` by an offset from the server's clock, for every session of this database at once."""
-    await database.query(
+    await _replace_clock(queries, f"statement_timestamp() + {offset_ms:d} * interval '1 millisecond'")
+
+
+async def freeze_clock(queries: Queries, *, now_ms: int) -> None:
+    """Hold `compute_now()` at a moment, for every session of this database at once."""
+    await _replace_clock(queries, f"timestamptz 'epoch' + {now_ms:d} * interval '1 millisecond'")
+
+
+async def _replace_clock(queries: Queries, expression: str) -> None:
+    await queries.query(
         "CREATE OR REPLACE FUNCTION compute_now() RETURNS timestamptz LANGUAGE sql STABLE PARALLEL SAFE "
-        f"AS $$ SELECT statement_timestamp() + {offset_ms:d} * interval '1 millisecond' $$"
+        f"AS $$ SELECT {expression} $$"
     )
 
 

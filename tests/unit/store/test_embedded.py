@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bettercompute.errors import Bug, Refused
+from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.store import embedded
-from bettercompute.store.database import ThreadConnection
+from bettercompute.store.database import Database, ThreadConnection
+from bettercompute.system import system_world
 from bettercompute.testing.postgres import CHEAP_SETTINGS
 
 INITDB = ("--no-sync",)
@@ -144,7 +145,7 @@ def test_another_major_version_is_refused_by_name(shared_dir):
 
 
 def test_a_server_that_cannot_start_says_why(shared_dir):
-    with pytest.raises(embedded.Unavailable, match="shared_buffers"):
+    with pytest.raises(Unavailable, match="shared_buffers"):
         embedded.start(shared_dir, settings={**CHEAP_SETTINGS, "shared_buffers": "nonsense"})
 
 
@@ -171,7 +172,9 @@ def test_the_server_ends_with_its_parent_however_that_ends(shared_dir, how):
     with parent:
         assert is_alive(process_id)
         # A client keeps a backend alive; it must end as well.
-        with ThreadConnection(embedded.find_running(shared_dir), application_name="tests") as connection:
+        address = embedded.find_running(shared_dir)
+        assert address is not None
+        with ThreadConnection(address, application_name="tests") as connection:
             [row] = connection.query("SELECT pg_backend_pid() AS backend")
             parent.send_signal(how)
             parent.wait()
@@ -233,5 +236,22 @@ def test_a_socket_folder_that_is_not_ours_is_not_used(shared_dir, tmp_path):
         assert str(foreign) not in server.dsn
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(f"{server.dsn.partition('host=')[2]}/.s.PGSQL.5432")
+    finally:
+        server.stop()
+
+
+def test_a_standby_is_refused_at_connect(tmp_path):
+    settings = {"fsync": "off", "shared_buffers": "16MB"}
+    server = embedded.start(tmp_path / "data", settings=settings, initdb_options=INITDB)
+    try:
+        server.stop()
+        signal_file = tmp_path / "data" / "cluster" / "standby.signal"
+        signal_file.touch()
+        shutil.chown(signal_file, embedded._server_owner().user)
+        server.start()
+        with pytest.raises(Unavailable, match="standby"):
+            ThreadConnection(server.dsn, application_name="tests")
+        with pytest.raises(Unavailable, match="standby"):
+            asyncio.run(Database.open(server.dsn, dice=system_world().dice, application_name="tests"))
     finally:
         server.stop()
