@@ -2078,7 +2078,7 @@ class HostPressure(_message.Message):
     io_some_avg10: _builtins.float
     """I/O pressure, `some` over 10 seconds; absent: the kernel does not tell."""
     cpu_steal: _builtins.float
-    """CPU time that the hypervisor gave to others."""
+    """CPU time that the hypervisor gave to others since the report before, in percent; absent: not known."""
     def __init__(
         self,
         *,
