@@ -25,15 +25,33 @@ class JoinEndpoint:
     join_encryption_key: ec.EllipticCurvePublicKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provisioned:
+class Provisioned(Protocol):
     """A joined identity without its key, which stays with whoever asked."""
 
-    node_id: str
-    chain_pem: bytes
-    serving_ca_pem: bytes
-    signed_trust_bundle: bytes
-    identity: Mapping[str, Any]
+    @property
+    def node_id(self) -> str:
+        """Return the node's id."""
+        ...
+
+    @property
+    def chain_pem(self) -> bytes:
+        """Return the certificate and those above it, leaf first."""
+        ...
+
+    @property
+    def serving_ca_pem(self) -> bytes:
+        """Return the CA of the gateways' certificates."""
+        ...
+
+    @property
+    def signed_trust_bundle(self) -> bytes:
+        """Return a serialized SignedTrustBundle."""
+        ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Return the content of identity.json."""
+        ...
 
 
 class Provisioner(Protocol):

@@ -1,6 +1,8 @@
 """The API over a real database, without a network: a client per role, and two joined nodes."""
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -8,13 +10,22 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from bettercompute.api.app import create_app
 from bettercompute.api.auth import token_sha256
-from bettercompute.api.context import ApiContext, JoinEndpoint, Provisioned
+from bettercompute.api.context import ApiContext, JoinEndpoint
 from bettercompute.api.finished import FinishedFeed
 from bettercompute.store import api_tokens, nodes
 from bettercompute.store.database import Database
 from bettercompute.system import system_world
 
 WORLD = system_world()
+
+
+@dataclass(frozen=True)
+class Provisioned:
+    node_id: str
+    chain_pem: bytes
+    serving_ca_pem: bytes
+    signed_trust_bundle: bytes
+    identity: Mapping[str, Any]
 
 
 class RecordingProvisioner:

@@ -1,0 +1,73 @@
+"""One ASGI application on one port, inside an event loop that others share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from bettercompute.errors import Refused
+from bettercompute.protocol.statuses import Reason, Status
+
+BACKLOG = 512
+# Requests that wait for a command to end are told to come back; the others are short.
+GRACEFUL_STOP_S = 3
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process decides when it stops."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+class HttpServer:
+    """A running API."""
+
+    def __init__(self, app: FastAPI, *, listener: socket.socket) -> None:
+        self._listener = listener
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=GRACEFUL_STOP_S,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="api")
+
+    @property
+    def url(self) -> str:
+        """Where it listens; a wildcard address is told as loopback."""
+        host, port = self._listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Stop listening, give open requests a moment, end."""
+        self._server.should_exit = True
+        await self._task
+        self._listener.close()
+
+
+def listen(host: str, port: int, *, purpose: str) -> socket.socket:
+    """Return a listening socket, or refuse with the cure when the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise Refused(
+            f"{purpose}: cannot listen on {host} port {port}: {error.strerror or error}; choose another port",
+            status=Status.FAILED_PRECONDITION,
+            reason=Reason.INVALID_CONFIG,
+        ) from None
+    listener.setblocking(False)
+    return listener

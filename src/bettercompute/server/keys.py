@@ -1,0 +1,78 @@
+"""What the control plane's processes read from its folders: serving secrets, the first token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from bettercompute.api.auth import token_sha256
+from bettercompute.pki import keyfiles
+from bettercompute.pki.keyfiles import KeyFolder, LocalDisk
+from bettercompute.services.pki_setup import GATEWAY
+from bettercompute.store import api_tokens
+from bettercompute.store.database import Database
+from bettercompute.transport.tls import ServerSecrets
+from bettercompute.world import World
+
+OPERATOR_TOKEN_FILE = "operator-token"  # noqa: S105 - a file's name
+OPERATOR_NAME = "operator"
+TOKEN_PREFIX = "bct1_"  # noqa: S105 - a prefix, no secret
+
+
+def serving_secrets(folder: KeyFolder) -> Callable[[], ServerSecrets]:
+    """Return a source of the gateway's certificate, key and client CA that follows the files.
+
+    It is asked at each connection, so it only looks at their times and reads again when one has changed.
+    """
+    names = (f"{GATEWAY}.pem", f"{GATEWAY}.key", f"{keyfiles.NODE_CA}.pem")
+    held: tuple[tuple[int, ...], ServerSecrets] | None = None
+
+    def load() -> ServerSecrets:
+        nonlocal held
+        # A folder that vanished for a moment must not stop a gateway that has its keys in memory.
+        try:
+            times = tuple(folder.path(name).stat().st_mtime_ns for name in names)
+        except OSError:
+            if held is None:
+                raise
+            return held[1]
+        if held is None or held[0] != times:
+            secrets = ServerSecrets(
+                certificate_chain_pem=folder.pem(GATEWAY),
+                private_key_pem=keyfiles.key_to_pem(folder.key(GATEWAY)),
+                client_ca_pem=folder.pem(keyfiles.NODE_CA),
+            )
+            held = times, secrets
+        return held[1]
+
+    return load
+
+
+async def ensure_operator_token(database: Database, *, state_dir: Path, world: World) -> str | None:
+    """Return the first administrator's token, which is kept in `state_dir/operator-token`.
+
+    Made when the installation has no API token yet. None: there are tokens, and this folder does not hold the first.
+    """
+    path = state_dir / OPERATOR_TOKEN_FILE
+    disk = LocalDisk()
+    kept = disk.read(path)
+    if kept is not None:
+        token = kept.decode().strip()
+        if await api_tokens.find(database, sha256=token_sha256(token)) is not None:
+            return token
+    if kept is None and await api_tokens.list_all(database):
+        return None
+    token = TOKEN_PREFIX + world.ids.random_bytes(24).hex()
+    token_id = world.ids.uuid7()
+    made = await api_tokens.create(
+        database,
+        token_id=token_id,
+        name=OPERATOR_NAME if kept is None else f"{OPERATOR_NAME}-{token_id}",
+        sha256=token_sha256(token),
+        role="admin",
+        created_by="serve",
+    )
+    if not made:
+        return None
+    keyfiles.replace_file(disk, path, f"{token}\n".encode())
+    return token
