@@ -50,7 +50,7 @@ def run(
         _print_made(made, json=json)
         return
     try:
-        commands = output.run(lambda: _wait(client, made, quiet=json))
+        commands = output.run(lambda: wait_for_batch(client, made, quiet=json))
     except typer.Exit as stopped:
         if stopped.exit_code == 130:
             output.note(f"stopped waiting; the commands go on: better-compute commands list --batch {made['batch_id']}")
@@ -87,7 +87,7 @@ def _print_made(made: dict[str, Any], *, json: bool) -> None:
         output.console.print(f"{command['id']}  {command['node_id']}", markup=False)
 
 
-def _wait(client: ApiClient, made: dict[str, Any], *, quiet: bool) -> list[dict[str, Any]]:
+def wait_for_batch(client: ApiClient, made: dict[str, Any], *, quiet: bool) -> list[dict[str, Any]]:
     """Return each command as it ended, or as it stands when its deadlines have passed and the node did not answer."""
     waiting = {command["id"]: command["node_id"] for command in made["commands"]}
     give_up_at = time.monotonic() + made["gives_up_after_ms"] / 1000 + GRACE_S

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from cryptography import x509
+
 from bettercompute.api.auth import token_sha256
 from bettercompute.pki import keyfiles
+from bettercompute.pki.join_token import check_gateway_url
 from bettercompute.pki.keyfiles import KeyFolder, LocalDisk
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.server.config import Config
 from bettercompute.services.pki_setup import GATEWAY
 from bettercompute.store import api_tokens
 from bettercompute.store.database import Database
@@ -46,6 +51,24 @@ def serving_secrets(folder: KeyFolder) -> Callable[[], ServerSecrets]:
         return held[1]
 
     return load
+
+
+def advertised_url(config: Config, folder: KeyFolder) -> str:
+    """Return what nodes are told to dial: the configured address, or the serving certificate's first name and the port.
+
+    Raises `Refused` when neither says it.
+    """
+    if config.gateway.advertise_url:
+        return check_gateway_url(config.gateway.advertise_url)
+    names = folder.certificate(GATEWAY).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    name = next((str(item.value) for item in names if isinstance(item, x509.DNSName | x509.IPAddress)), None)
+    if name is None or config.gateway.port == 0:
+        raise refuse(
+            Reason.INVALID_CONFIG,
+            "gateway.advertise_url is empty, and gateway.port is 0 or the serving certificate has no name: "
+            "set advertise_url to what nodes shall dial",
+        )
+    return check_gateway_url(f"https://{f'[{name}]' if ':' in name else name}:{config.gateway.port}")
 
 
 async def ensure_operator_token(database: Database, *, state_dir: Path, world: World) -> str | None:
