@@ -1,4 +1,4 @@
-"""Decide what is kept of node certificates, and how superseding by use and revoking show in the rows."""
+"""Decide what is kept of node certificates, and how revoking shows in the rows. Hello notes the first use of each."""
 
 from __future__ import annotations
 
@@ -85,16 +85,6 @@ async def of_node(queries: Queries, *, node_id: str, page_size: int = 100) -> li
     """Return the node's certificates, newest first."""
     rows = await queries.fetch("certificates.of_node", node_id=node_id, page_size=page_size)
     return [_certificate(row) for row in rows]
-
-
-async def mark_used(transaction: Transaction, *, node_id: str, identity_generation: int, serial: str) -> None:
-    """Note a serial's first committed Hello: every other serial of the generation is superseded.
-
-    The caller holds the node's session row (`nodes.lock_session`).
-    """
-    await transaction.execute(
-        "certificates.mark_used", node_id=node_id, identity_generation=identity_generation, serial=serial
-    )
 
 
 async def revoke_generation(

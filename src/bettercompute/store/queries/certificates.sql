@@ -32,18 +32,6 @@ SELECT serial, node_id, identity_generation, csr_sha256, chain, to_ms(not_before
  ORDER BY issued_at DESC, serial DESC
  LIMIT :page_size;
 
--- name: certificates.mark_used
--- other: the first committed Hello of a serial ends the ones before it; runs under the session row's lock
-WITH locked AS (
-  SELECT serial FROM node_certs
-   WHERE node_id = :node_id AND identity_generation = :identity_generation
-   ORDER BY serial FOR NO KEY UPDATE)
-UPDATE node_certs c
-   SET first_used_at = CASE WHEN c.serial = :serial THEN compute_now() ELSE c.first_used_at END,
-       superseded_at = CASE WHEN c.serial = :serial THEN NULL ELSE compute_now() END
-  FROM locked
- WHERE c.serial = locked.serial AND c.superseded_at IS NULL;
-
 -- name: certificates.revoke_generation
 -- other: every unexpired serial of one identity; runs under the session row's lock
 WITH locked AS (
