@@ -48,6 +48,7 @@ class DisconnectWriter:
         self._ready: list[_Ending] = []
         self._waiting: set[asyncio.Task[None]] = set()
         self._woken = asyncio.Event()
+        self._progress = asyncio.Event()
         self._writing = False
 
     def add(self, key: SessionKey, *, reason: str, opening: int) -> None:
@@ -76,6 +77,11 @@ class DisconnectWriter:
         """Return whether everything added has been written or given up."""
         return not self._ready and not self._waiting and not self._writing
 
+    async def progress(self) -> None:
+        """Wait until something has been written or given up."""
+        self._progress.clear()
+        await self._progress.wait()
+
     async def run(self) -> None:
         """Write until cancelled."""
         while True:
@@ -87,6 +93,7 @@ class DisconnectWriter:
                     await self._write()
                 finally:
                     self._writing = False
+                    self._progress.set()
 
     async def _write(self) -> None:
         batch, self._ready = self._ready[:BATCH_MAX], self._ready[BATCH_MAX:]

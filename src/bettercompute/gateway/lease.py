@@ -10,6 +10,7 @@ the simulator runs the same keeper as a task.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -153,15 +154,18 @@ class LeaseThread:
 
     def __init__(self, keeper: LeaseKeeper) -> None:
         self._keeper = keeper
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="gateway-lease", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
+        # Plain asyncio, whatever loop the rest of the process runs on.
+        self._loop = asyncio.SelectorEventLoop()
         self._thread.start()
 
     def _main(self) -> None:
+        assert self._loop is not None
         try:
             self._loop.run_until_complete(self._keeper.run(self._stop))
         finally:
@@ -169,8 +173,9 @@ class LeaseThread:
 
     async def stop(self) -> None:
         """Let the row go and wait for the thread's end, without holding up the caller's loop."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+        if self._loop is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it has ended meanwhile: retired
+                self._loop.call_soon_threadsafe(self._stop.set)
             await asyncio.to_thread(self._thread.join)
 
 

@@ -1,0 +1,94 @@
+"""The revocation feed: which serials are revoked, known to every gateway within one liveness tick (decisions 7 and 9).
+
+A revocation commits with the time at which its transaction began, so the feed reads again what it has read of the
+last 60 s, and everything once a minute: a row that committed late is never missed for longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from bettercompute.errors import BetterComputeError
+from bettercompute.gateway.registry import SessionRegistry
+from bettercompute.protocol import messages
+from bettercompute.session.inputs import Revoked
+from bettercompute.store import certificates
+from bettercompute.store.certificates import Revocation
+from bettercompute.store.database import Database
+from bettercompute.world import World
+
+log = structlog.get_logger("bettercompute.gateway.revocation")
+
+POLL_S = 5.0
+OVERLAP_MS = 60_000
+RELOAD_MS = 60_000
+
+
+class RevocationFeed:
+    """The set of revoked, unexpired serials."""
+
+    def __init__(self, database: Database, *, world: World) -> None:
+        self._database = database
+        self._world = world
+        self._serials: dict[str, str] = {}
+        self._newest_ms = 0
+        self._reloaded_at_ms: int | None = None
+        self._woken = asyncio.Event()
+        self._registry: SessionRegistry | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Return whether the set has been read at least once."""
+        return self._reloaded_at_ms is not None
+
+    def contains(self, serial: str) -> bool:
+        """Return whether a certificate is known to be revoked."""
+        return serial in self._serials
+
+    def attach(self, registry: SessionRegistry) -> None:
+        """End the sessions of this registry when their certificate is revoked."""
+        self._registry = registry
+
+    def poke(self) -> None:
+        """Read again now."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Read until cancelled, every 5 s and when poked."""
+        while True:
+            try:
+                await self.read()
+            except BetterComputeError as error:
+                log.warning("revocations not read", error=error.message)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), POLL_S)
+            self._woken.clear()
+
+    async def read(self) -> None:
+        """Read what is new, or everything when the last whole reading is a minute old; end the sessions concerned."""
+        now_ms = self._world.clock.monotonic_ms()
+        whole = self._reloaded_at_ms is None or now_ms - self._reloaded_at_ms >= RELOAD_MS
+        since_ms = 0 if whole else max(0, self._newest_ms - OVERLAP_MS)
+        rows = await certificates.revoked_since(self._database, since_ms=since_ms)
+        if whole:
+            self._serials = {}
+            self._reloaded_at_ms = now_ms
+        for row in rows:
+            self._serials[row.serial] = row.revocation_reason
+            self._newest_ms = max(self._newest_ms, row.revoked_at_ms)
+        if self._registry is not None:
+            for row in rows:
+                for session in self._registry.with_serial(row.serial):
+                    session.give(Revoked(_notice(row)))
+
+
+def _notice(row: Revocation) -> messages.RevocationNotice:
+    return messages.RevocationNotice(
+        reason=row.revocation_reason,
+        serials=[row.serial],
+        message=f"certificate {row.serial} of node {row.node_id} is revoked: {row.revocation_reason}",
+        cure="re-join the machine with a new join token (`bcd rejoin`)",
+    )

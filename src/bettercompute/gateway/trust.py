@@ -1,0 +1,49 @@
+"""The newest trust bundle, as published: relayed in Welcome to daemons that hold an older one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from bettercompute.errors import BetterComputeError
+from bettercompute.gateway.services import GatewayServices
+from bettercompute.protocol import messages
+from bettercompute.protocol.frames import decode_message
+
+log = structlog.get_logger("bettercompute.gateway.trust")
+
+POLL_S = 60.0
+
+
+class PublishedTrust:
+    """Keeps the bundle at hand: asking for it at each Hello would cost every reconnect of the fleet."""
+
+    def __init__(self, services: GatewayServices) -> None:
+        self._services = services
+        self._woken = asyncio.Event()
+        self.version = 0
+        self.bundle: messages.SignedTrustBundle | None = None
+
+    def poke(self) -> None:
+        """Ask again now."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Ask until cancelled, once a minute and when poked."""
+        while True:
+            await self.read()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), POLL_S)
+            self._woken.clear()
+
+    async def read(self) -> None:
+        """Ask for the published bundle; one that cannot be had now leaves the last one in place."""
+        try:
+            published = await self._services.trust_bundle()
+            if published is not None and published[0] > self.version:
+                self.bundle = decode_message(messages.SignedTrustBundle, published[1])
+                self.version = published[0]
+        except BetterComputeError as error:
+            log.warning("trust bundle not read", error=error.message)
