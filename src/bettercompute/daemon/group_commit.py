@@ -8,6 +8,7 @@ what was already promised, and the rest waits; room is looked for every second, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from bettercompute.daemon.journal import JournalDatabase
-from bettercompute.daemon.journal_files import Ballast, FolderLock, prepare_folder
+from bettercompute.daemon.journal_files import Ballast, FolderLock, companions, prepare_folder
 from bettercompute.daemon.journal_records import (
     LIMITS,
     REFUSABLE,
@@ -136,10 +137,17 @@ class Journal:
         """Return the next journaled events after `seq`, at least one if there is any."""
         return await self._read(lambda: self._database.events_after(seq, limit=limit, limit_bytes=limit_bytes))
 
-    async def size_bytes(self) -> int:
-        """Return the bytes in use."""
-        bound = self._database.limits.max_bytes - self._database.limits.reserve_bytes
-        return await self._read(lambda: bound - self._database.room_bytes())
+    async def last_event_seq(self) -> int:
+        """Return the highest event seq under the present journal id."""
+        return await self._read(lambda: self._database.meta.last_event_seq)
+
+    def disk_bytes(self) -> int:
+        """Return what the journal occupies on disk, log included."""
+        size_bytes = 0
+        for path in companions(self._database.path):
+            with contextlib.suppress(OSError):
+                size_bytes += path.stat().st_size
+        return size_bytes
 
     async def close(self) -> None:
         """End the thread after what is queued, close the files, give up the lock."""

@@ -16,6 +16,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from bettercompute.errors import Refused, Unavailable
 
@@ -94,6 +95,8 @@ class FolderLock:
     """One daemon per state folder, by a lock that the kernel drops however the process ends."""
 
     descriptor: int
+    HELD: ClassVar[str] = "state-dir-locked"
+    """The reason of the refusal when another process holds it."""
 
     @classmethod
     def take(cls, folder: Path) -> FolderLock:
@@ -111,7 +114,7 @@ class FolderLock:
             who = f" (process {holder})" if holder.isdigit() else ""
             raise Unavailable(
                 f"another bcd{who} holds the state folder {folder}: stop it, or give this one a state_dir of its own",
-                reason="state-dir-locked",
+                reason=cls.HELD,
             ) from error
         with contextlib.suppress(OSError):  # a full disk must not keep the daemon from starting; the pid is for people
             os.ftruncate(descriptor, 0)

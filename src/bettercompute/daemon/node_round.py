@@ -1,0 +1,393 @@
+"""One round of `bcd node`: everything that lives between the opening of a journal and its closing, put together.
+
+The order matters: what an earlier process left running is ended before the session's rules are started, and those judge
+its entries before a gateway is dialed. Whatever ends the round, processes end before the stream and the stream before
+the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from bettercompute import __version__
+from bettercompute.daemon import desired, logs, machine
+from bettercompute.daemon.conditions import Conditions, pressure_jumped
+from bettercompute.daemon.config import Config, LogSettings
+from bettercompute.daemon.dial import Dial, DialSettings, GatewayLink
+from bettercompute.daemon.driver import Driver
+from bettercompute.daemon.executor import Executor, ExecutorParts
+from bettercompute.daemon.group_commit import Journal, JournalHealth
+from bettercompute.daemon.handlers import REGISTRY, Handler
+from bettercompute.daemon.identity import Identity, IdentityStore
+from bettercompute.daemon.inventory.capabilities import capabilities, drivers
+from bettercompute.daemon.inventory.facts import FactSettings
+from bettercompute.daemon.inventory.host import HostRoot
+from bettercompute.daemon.inventory.load import node_load
+from bettercompute.daemon.inventory.pressure import PressureMeter
+from bettercompute.daemon.inventory_held import HeldInventory
+from bettercompute.daemon.journal_records import DropProcess, PutDocument
+from bettercompute.daemon.notify import SystemdNotifier
+from bettercompute.daemon.programs import end_left_running, process_space
+from bettercompute.daemon.shell import NodeShell, Outlook, ShellParts
+from bettercompute.daemon.status import DaemonStatus, StatusServer
+from bettercompute.delivery.commands import CommandState
+from bettercompute.pki import signatures
+from bettercompute.pki.identity import agent_role
+from bettercompute.protocol import messages
+from bettercompute.protocol.envelopes import command_update_input
+from bettercompute.protocol.kinds import CommandKind
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.protocol.versions import PROTOCOL_VERSION
+from bettercompute.session import daemon_side
+from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
+from bettercompute.session.effects import DaemonEffect
+from bettercompute.session.inputs import (
+    HandlerFinished,
+    HandlerProgressed,
+    InventoryCollected,
+    JournalRoom,
+    StatusChanged,
+)
+from bettercompute.world import World
+
+log = structlog.get_logger("bcd")
+
+# How long the first dial waits for the inventory: a Hello without hashes asks for none, and the sections follow late.
+FIRST_COLLECTION_S = 5.0
+PRESSURE_INTERVAL_S = 60.0
+# What an interval is stretched or shortened by at most, so that a fleet's timers do not fire together.
+INTERVAL_JITTER = 0.1
+
+SERVING_CA_DOCUMENT = "serving-ca"
+
+
+@dataclass(slots=True)
+class CurrentConfig:
+    """The configuration as it is now; a reload replaces it."""
+
+    value: Config
+
+    @property
+    def facts(self) -> FactSettings:
+        """The `[inventory]` table, as handlers read it."""
+        return self.value.facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeParts:
+    """What a round is given."""
+
+    world: World
+    config: CurrentConfig
+    environment: Mapping[str, str]
+    identities: IdentityStore
+    notifier: SystemdNotifier
+    root: Callable[[], HostRoot] = HostRoot.live
+    handlers: Mapping[str, Handler] = REGISTRY
+    dial: Dial | None = None
+
+
+class NodeRound:
+    """A node between the opening of its journal and its closing."""
+
+    def __init__(self, parts: NodeParts, *, journal: Journal, identity: Identity, boot_id: str) -> None:
+        self.identity = identity
+        self._parts = parts
+        self._journal = journal
+        self._boot_id = boot_id
+        self._meter = PressureMeter(parts.root())
+        self._pressure = self._meter.read()
+        self._report_due = False
+        self._inventory_interval_s: float | None = None
+        """What the desired state says; None: the configuration."""
+        record, documents = identity.record, journal.contents.documents
+        self.conditions = Conditions(parts.world.clock.now_ms)
+        self.inventory = HeldInventory(state_dir=self._state_dir, root=parts.root)
+        self.desired = desired.DesiredState(
+            desired.SpecOwner(
+                node_id=record.node_id, trust_domain=record.trust_domain, floor_generation=record.applied_generation
+            ),
+            kept=documents.get(desired.DOCUMENT, b""),
+            write=journal.write,
+            converge={"daemon": self._converge_daemon},
+        )
+        self.link = GatewayLink(
+            world=parts.world,
+            identity=self.load_identity,
+            settings=self._dial_settings,
+            serving_ca_pem=documents.get(SERVING_CA_DOCUMENT),
+            dial=parts.dial,
+        )
+        self.shell = NodeShell(
+            ShellParts(
+                world=parts.world,
+                link=self.link,
+                identities=parts.identities,
+                inventory=self.inventory,
+                desired=self.desired,
+                conditions=self.conditions,
+                advertised=self._advertised,
+                load=self._load,
+            )
+        )
+        self.driver: Driver
+        self.executor: Executor
+        self._status = StatusServer(self._state_dir, self.status)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._keeping: set[asyncio.Future[None]] = set()
+
+    async def start(self) -> None:
+        """End what was left running, judge what was left unfinished, and begin to dial."""
+        journal, world = self._journal, self._parts.world
+        space = process_space(self._boot_id)
+        left = await end_left_running(journal.contents.processes, space=space)
+        await journal.write(*(DropProcess(mark.process_group) for mark in journal.contents.processes))
+        first_collection = asyncio.create_task(self.inventory.collect(), name="first inventory")
+        await asyncio.wait({first_collection}, timeout=FIRST_COLLECTION_S)
+        self.desired.enforce()
+        state, effects = self._session()
+        self.executor = Executor(
+            ExecutorParts(
+                world=world,
+                journal=journal,
+                config=self._parts.config,
+                state_dir=self._state_dir,
+                space=space,
+                inventory=self.inventory,
+                sign=self._sign,
+                tell=self._told,
+            ),
+            self._parts.handlers,
+        )
+        self.driver = Driver(state, world=world, journal=journal, shell=self.shell)
+        self.shell.driver, self.shell.executor = self.driver, self.executor
+        self.driver.on_step = self.shell.stepped
+        self.shell.on_outlook = self._outlook_changed
+        self.inventory.on_change = lambda _: self.driver.give(InventoryCollected(self.inventory.hashes))
+        self.conditions.changed = self._report_later
+        journal.on_health = self._health_changed
+        await self._status.start()
+        self._record_start(left=len(left))
+        self._tasks = [
+            asyncio.create_task(self.driver.run(effects), name="session"),
+            asyncio.create_task(self._collect_regularly(first_collection), name="inventory"),
+            asyncio.create_task(self._watch_pressure(), name="pressure"),
+        ]
+
+    async def failed(self) -> None:
+        """Return never, or raise what ended a part of the round that must not end."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def close(self) -> None:
+        """End in order: processes, stream, loops, socket. The journal is closed by whoever opened it."""
+        if self._tasks:
+            await self.executor.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, *self._keeping, return_exceptions=True)
+            await self.shell.close()
+        await self._status.close()
+
+    def reloaded(self) -> None:
+        """Take up a configuration that was read again."""
+        self.shell.dial_now()
+
+    async def load_identity(self) -> Identity:
+        """Return the identity as it is on disk now; a renewal may have replaced it."""
+        identity = await asyncio.to_thread(self._parts.identities.load)
+        if identity is None:
+            raise refuse(Reason.NOT_JOINED, "the identity is gone from the state folder: join this node anew")
+        self.identity = identity
+        return identity
+
+    def status(self) -> DaemonStatus:
+        """Return how the node is, for `bcd status`."""
+        outlook, state, record = self.shell.outlook, self.driver.state, self.identity.record
+        clock = self._parts.world.clock
+        wait_ms = 0 if outlook.next_dial_at_ms is None else max(0, outlook.next_dial_at_ms - clock.monotonic_ms())
+        connected = outlook.state == "connected"
+        return DaemonStatus(
+            state=outlook.state,
+            reason="" if connected else outlook.reason,
+            reason_code="" if connected else outlook.reason_code,
+            node_id=record.node_id,
+            site=record.site,
+            role=record.role,
+            version=__version__,
+            gateway_url=self.link.url,
+            gateway_id=outlook.gateway_id if connected else "",
+            epoch=state.epoch,
+            since_ms=outlook.since_ms,
+            next_dial_in_ms=wait_ms,
+            certificate_not_after_ms=self.identity.not_after_ms,
+            applied_generation=self.desired.applied_generation,
+            running_commands=self.executor.running_ids,
+            unacked_results=sum(1 for entry in state.entries.values() if entry.done),
+            unacked_events=state.last_event_seq - state.acked_event_seq,
+            journal_id=state.journal_id,
+            journal_bytes=self._journal.disk_bytes(),
+            conditions=self.conditions.shown(),
+            inventory={name: digest.hex() for name, digest in sorted(self.inventory.hashes.items())},
+        )
+
+    # What the session is started with.
+
+    @property
+    def _state_dir(self) -> Path:
+        return self._parts.config.value.state_dir
+
+    def _session(self) -> tuple[DaemonSession, tuple[DaemonEffect, ...]]:
+        record, contents = self.identity.record, self._journal.contents
+        facts = DaemonFacts(
+            node_id=record.node_id,
+            role=agent_role(record.role),
+            boot_id=self._boot_id,
+            process_id=self._parts.world.ids.uuid7(),
+            daemon_version=__version__,
+            proto_min=PROTOCOL_VERSION.min,
+            proto_max=PROTOCOL_VERSION.max,
+            trust_domain=record.trust_domain,
+        )
+        meta = contents.meta
+        held = JournalFacts(
+            journal_id=meta.journal_id,
+            entries={entry.command_id: entry for entry in contents.commands},
+            cancelled=contents.cancelled,
+            last_epoch=meta.last_epoch,
+            last_event_seq=meta.last_event_seq,
+            acked_event_seq=meta.acked_event_seq,
+            hello_nonce=meta.hello_nonce,
+            previous_hello_nonce=meta.previous_hello_nonce,
+            mark_ms=max(meta.time_mark_ms, record.server_time_mark_ms),
+            # The mark never passes confirmed time by more than an hour, and a Join confirms: it outlives the journal.
+            confirmed_ms=max(meta.confirmed_ms, record.server_time_mark_ms) or None,
+            full=not self._journal.health.accepting,
+        )
+        return daemon_side.start(facts, self._advertised(), held, now_ms=self._parts.world.clock.monotonic_ms())
+
+    def _advertised(self) -> Advertised:
+        sections, spec = self.inventory.sections, self.desired.held
+        return Advertised(
+            capabilities=tuple(capabilities(sections, self._parts.config.value.reboot)),
+            drivers=tuple(drivers(sections)),
+            inventory_hashes=self.inventory.hashes,
+            observed_generation=spec.observed_generation,
+            applied_generation=spec.applied_generation,
+            spec_sha256=spec.spec_sha256,
+            trust_version=self.identity.trust.version,
+        )
+
+    def _dial_settings(self) -> DialSettings:
+        config = self._parts.config.value
+        return DialSettings(
+            gateway_url=config.gateway_url,
+            server_name=config.gateway_server_name,
+            environment=self._parts.environment,
+        )
+
+    def _record_start(self, *, left: int) -> None:
+        contents, record = self._journal.contents, self.driver.record_event
+        record(
+            "daemon.started", json.dumps({"version": __version__, "boot_id": self._boot_id, "ended_processes": left})
+        )
+        if contents.set_aside:
+            log.error("the journal was damaged and set aside", why=contents.set_aside)
+            record("journal.set-aside", json.dumps({"why": contents.set_aside}))
+            self.conditions.set("JournalReplaced", holds=True, reason="damaged", message=contents.set_aside)
+        if left:
+            log.warning("processes that an earlier bcd left running were ended", process_groups=left)
+        self.link.on_serving_ca = self._keep_serving_ca
+        self._health_changed(self._journal.health)
+        self._report_later()
+
+    def _keep_serving_ca(self, pem: bytes) -> None:
+        keeping = asyncio.ensure_future(self._journal.write(PutDocument(SERVING_CA_DOCUMENT, pem)))
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+
+    # What happens while it lives.
+
+    def _told(self, told: HandlerFinished | HandlerProgressed) -> None:
+        self.driver.give(told)
+
+    def _sign(
+        self, kind: CommandKind, command_id: str, state: CommandState, result: bytes
+    ) -> messages.Signature | None:
+        if not kind.attested:
+            return None
+        covered = command_update_input(command_id=command_id, state=state, result=result)
+        return signatures.sign(self.identity.key, covered)
+
+    def _load(self) -> messages.NodeLoad:
+        state = self.driver.state
+        return node_load(
+            self._parts.root(),
+            running_commands=len(self.executor.running_ids),
+            pending_events=state.last_event_seq - state.acked_event_seq,
+            journal_bytes=self._journal.disk_bytes(),
+        )
+
+    def _outlook_changed(self, outlook: Outlook) -> None:
+        self._parts.notifier.status(
+            f"connected to {self.link.url}" if outlook.state == "connected" else f"{outlook.state}: {outlook.reason}"
+        )
+
+    def _health_changed(self, health: JournalHealth) -> None:
+        for name in ("JournalFull", "JournalDiskFull"):
+            self.conditions.set(name, holds=name == health.condition, reason="no-room", message=health.message)
+        if health.accepting != (not self.driver.state.journal_full):
+            log.warning(health.message or "the journal has room again")
+        self.driver.give(JournalRoom(full=not health.accepting))
+
+    def _report_later(self) -> None:
+        """Report the status once, however many things change in this turn of the loop."""
+        if not self._report_due:
+            self._report_due = True
+            asyncio.get_running_loop().call_soon(self._report)
+
+    def _report(self) -> None:
+        self._report_due = False
+        report = messages.StatusReport(
+            sections=self.desired.sections,
+            conditions=self.conditions.reported(),
+            pressure=self._pressure,
+            at_ms=self._parts.world.clock.now_ms(),
+        )
+        self.driver.give(StatusChanged(report))
+
+    async def _watch_pressure(self) -> None:
+        while True:
+            await asyncio.sleep(PRESSURE_INTERVAL_S)
+            now = self._meter.read()
+            if pressure_jumped(self._pressure, now):
+                self._pressure = now
+                self._report_later()
+
+    async def _collect_regularly(self, first: asyncio.Task[None]) -> None:
+        await first
+        while True:
+            interval_s = self._inventory_interval_s or self._parts.config.value.inventory_refresh_s
+            await asyncio.sleep(interval_s * self._parts.world.dice.uniform(1 - INTERVAL_JITTER, 1 + INTERVAL_JITTER))
+            await self.inventory.collect()
+
+    def _converge_daemon(self, spec: messages.NodeSpec) -> None:
+        section, configured = spec.daemon, self._parts.config.value.log
+        if section.log_level and section.log_level not in logs.LEVELS:
+            raise desired.SectionFailed(
+                "log-level", f"log_level {section.log_level!r} is none of {', '.join(logs.LEVELS)}"
+            )
+        logs.set_up(LogSettings(level=section.log_level or configured.level, format=configured.format))
+        self._inventory_interval_s = section.inventory_interval_ms / 1000 or None
+
+
+def boot_id_of(parts: NodeParts) -> str:
+    """Return the name of this boot."""
+    return machine.read_boot_id(parts.root(), parts.config.value.reboot.boot_id_file)
