@@ -13,7 +13,8 @@ from bettercompute.store import embedded
 def database(config: Config) -> Iterator[str]:
     """Give the database's address; without a dsn that of the embedded server, which runs until the block ends.
 
-    One that runs already is used as it is. Called by the main thread, outside the event loop. Raises Unavailable when the server does not start.
+    One that runs already is used as it is. Called by the main thread, outside the event loop. Raises Unavailable when
+    the server does not start.
     """
     if config.database.dsn:
         yield config.database.dsn
