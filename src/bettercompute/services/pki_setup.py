@@ -28,8 +28,8 @@ def initialise(folder: KeyFolder, *, world: World) -> tuple[str, ...]:
     if held:
         raise refuse(
             Reason.CONFLICT,
-            f"{folder.folder} holds keys already ({', '.join(held)}): nodes that joined under them would be locked out; "
-            f"choose another folder, or move this one away by hand",
+            f"{folder.folder} holds keys already ({', '.join(held)}): nodes that joined under them would be locked "
+            "out; choose another folder, or move this one away by hand",
         )
     now_ms = world.clock.now_ms()
 
