@@ -19,7 +19,7 @@ settings.load_profile("steady")
 @pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[postgres.TestServer]:
     """One real embedded server for all tests of this process."""
-    with postgres.serve(tmp_path_factory.mktemp("postgres")) as server:
+    with postgres.scratch(tmp_path_factory.mktemp("postgres")) as folder, postgres.serve(folder) as server:
         yield server
 
 

@@ -277,7 +277,7 @@ def find_running(data_dir: Path) -> str | None:
     """Return the dsn of the server that another process runs in `data_dir`, or None when none is ready there."""
     cluster = data_dir.absolute() / "cluster"
     socket_dir = _ready_socket_dir(cluster, process_id=None)
-    if socket_dir is None or _lock_is_free(data_dir.absolute()):
+    if socket_dir is None or is_free(data_dir.absolute()):
         return None
     return _dsn(socket_dir)
 
@@ -330,7 +330,8 @@ def _take_lock(data_dir: Path) -> int:
     )
 
 
-def _lock_is_free(data_dir: Path) -> bool:
+def is_free(data_dir: Path) -> bool:
+    """Say whether no process of any server is left in `data_dir`."""
     try:
         lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

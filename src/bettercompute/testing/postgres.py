@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import shutil
+import tempfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
@@ -21,6 +24,10 @@ CHEAP_SETTINGS = {
     "autovacuum": "off",
 }
 TEMPLATE = "bc_template"
+MEMORY = Path("/dev/shm")  # noqa: S108 - only the parent of a folder made by mkdtemp
+MEMORY_PREFIX = "bc-tests-"
+# A server with its databases and log takes 300 MB; several test processes share the memory.
+MEMORY_BYTES_MIN = 3 * 1024**3
 
 
 class TestServer:
@@ -45,9 +52,11 @@ class TestServer:
         return self._server.dsn.replace(f"/{embedded.DATABASE_NAME}?", f"/{name}?")
 
     def create_database(self, *, migrated: bool = True) -> str:
-        """Make a fresh database, by cloning the migrated template (47 ms) or empty, and return its address."""
+        """Make a fresh database, by cloning the migrated template (40 ms) or empty, and return its address."""
         name = f"test_{next(self._numbers)}"
-        self._admin.script(f"CREATE DATABASE {name} TEMPLATE {TEMPLATE if migrated else 'template0'}")
+        template = TEMPLATE if migrated else "template0"
+        # Copying files costs half of what the default, copying through the log, does.
+        self._admin.script(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
         return self.dsn_of(name)
 
     def drop_database(self, dsn: str) -> None:
@@ -58,6 +67,25 @@ class TestServer:
     def close(self) -> None:
         """Let go of the server."""
         self._admin.close()
+
+
+@contextlib.contextmanager
+def scratch(fallback: Path) -> Iterator[Path]:
+    """Give a folder for a test server's data: in memory where there is room for it (20 times faster), else `fallback`.
+
+    Memory must not leak, so folders whose process was killed are removed by the next one that comes here.
+    """
+    if not MEMORY.is_dir() or not os.access(MEMORY, os.W_OK) or shutil.disk_usage(MEMORY).free < MEMORY_BYTES_MIN:
+        yield fallback
+        return
+    for left in MEMORY.glob(f"{MEMORY_PREFIX}*"):
+        if (left / "lock").exists() and embedded.is_free(left):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=MEMORY_PREFIX, dir=MEMORY))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
