@@ -78,6 +78,7 @@ class Gateway:
         self._world = world
         self._tls = tls
         self._life: GatewayLife | None = None
+        self._new_lives = asyncio.Event()
         self._room_elsewhere = False
         self._listener: Listener | None = None
         self._port = config.port
@@ -149,6 +150,7 @@ class Gateway:
             world=self._world,
         )
         await self.trust.read()
+        self._life = self._new_life()
         for name, work in (
             ("lives", self._live()),
             ("revocations", self.revocations.run()),
@@ -160,8 +162,9 @@ class Gateway:
 
     async def until_ready(self) -> None:
         """Wait until sessions are admitted. The caller bounds the wait."""
-        while not (self.ready and self.revocations.loaded):
-            await asyncio.sleep(0.01)
+        await self.revocations.first_read.wait()
+        while not self.ready:
+            await self._new_lives.wait() if self._life is None else await self._life.serving.wait()
 
     async def stop(self) -> None:
         """End every session in order, with its disconnect written, let the lease go, and close the listener."""
@@ -192,7 +195,11 @@ class Gateway:
 
     async def _live(self) -> None:
         while True:
-            self._life = life = self._new_life()
+            if self._life is None:
+                self._life = self._new_life()
+            life = self._life
+            self._new_lives.set()
+            self._new_lives.clear()
             self.revocations.attach(life.registry)
             log.info("gateway id drawn", gateway_id=life.name.gateway_id)
             life.start()

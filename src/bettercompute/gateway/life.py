@@ -107,6 +107,8 @@ class GatewayLife:
         self.draining = False
         self.streams = 0
         self.loop_lag_ms = 0
+        self.serving = asyncio.Event()
+        """Set while the lease is trusted and nothing of an older opening is left."""
         self.ended = asyncio.Event()
         self.stopping = False
         self._config = config
@@ -203,6 +205,10 @@ class GatewayLife:
             self.ended.set()
         elif self.fence.trusted():
             self.fence.reopen(self.fence.opening)
+        if self.fence.admitting():
+            self.serving.set()
+        else:
+            self.serving.clear()
 
     async def stop(self) -> None:
         """End every session in order, write what they leave, let the lease go."""

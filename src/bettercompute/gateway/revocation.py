@@ -36,13 +36,14 @@ class RevocationFeed:
         self._serials: dict[str, str] = {}
         self._newest_ms = 0
         self._reloaded_at_ms: int | None = None
+        self.first_read = asyncio.Event()
         self._woken = asyncio.Event()
         self._registry: SessionRegistry | None = None
 
     @property
     def loaded(self) -> bool:
         """Return whether the set has been read at least once."""
-        return self._reloaded_at_ms is not None
+        return self.first_read.is_set()
 
     def contains(self, serial: str) -> bool:
         """Return whether a certificate is known to be revoked."""
@@ -79,6 +80,7 @@ class RevocationFeed:
         for row in rows:
             self._serials[row.serial] = row.revocation_reason
             self._newest_ms = max(self._newest_ms, row.revoked_at_ms)
+        self.first_read.set()
         if self._registry is not None:
             for row in rows:
                 for session in self._registry.with_serial(row.serial):

@@ -1,0 +1,271 @@
+"""A session from Hello to its end, on a real database."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from tests.contract.gateway import seed
+
+from bettercompute.delivery.commands import CommandState
+from bettercompute.protocol import messages
+from bettercompute.protocol.statuses import Status
+
+
+async def test_hello_is_welcomed_and_the_row_says_so(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    assert daemon.welcome.epoch == 1
+    assert daemon.welcome.gateway_id == rig.gateway.gateway_id
+    assert daemon.welcome.heartbeat_interval_ms == 10_000
+    assert {(lane.lane, lane.credits) for lane in daemon.welcome.lane_credits} == {(1, 8), (2, 2)}
+    row = await rig.row("node-a")
+    assert (row["gateway_id"], row["session_epoch"], row["state"]) == (rig.gateway.gateway_id, 1, "connected")
+    events = await rig.database.query("SELECT type, payload FROM outbox")
+    assert [event["type"] for event in events] == ["node.connected"]
+
+
+async def test_a_command_goes_out_and_its_result_is_acked_after_the_commit(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    await seed.add_command(rig.database, "node-a", "c1")
+    await rig.database.query("SELECT pg_notify('bc_dispatch', 'node-a')")
+    body = await daemon.command()
+    assert body.command_id == "c1"
+    assert await seed.state_of(rig.database, "c1") == CommandState.DISPATCHED
+    daemon.update("c1", messages.COMMAND_STATE_ACKED, attempt=1)
+    daemon.update("c1", messages.COMMAND_STATE_RUNNING, attempt=1)
+    daemon.update("c1", messages.COMMAND_STATE_SUCCEEDED, attempt=1, result=b"r")
+    ack = (await daemon.receive("ack")).ack
+    assert list(ack.command_ids) == ["c1"]
+    [row] = await rig.database.query("SELECT state, result, acked_at, running_at FROM commands")
+    assert (row["state"], row["result"]) == (CommandState.SUCCEEDED, b"r")
+    assert row["acked_at"] is not None
+    assert row["running_at"] is not None
+
+
+async def test_pending_commands_are_found_without_a_notification(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "c1")
+    daemon = await rig.connect(node)
+    assert (await daemon.command()).command_id == "c1"
+
+
+async def test_credits_bound_what_is_in_flight(rig):
+    node = await rig.add_node("node-a")
+    for number in range(12):
+        await seed.add_command(rig.database, "node-a", f"c{number:02}")
+    daemon = await rig.connect(node)
+    first = [(await daemon.command()).command_id for _ in range(8)]
+    assert first == [f"c{number:02}" for number in range(8)]
+    daemon.update("c00", messages.COMMAND_STATE_SUCCEEDED, attempt=1)
+    assert (await daemon.command()).command_id == "c08"
+
+
+async def test_events_are_acked_once_stored(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    batch = messages.EventBatch(
+        journal_id="journal-1",
+        events=[
+            messages.Event(seq=seq, event_id=rig.world.ids.uuid7(), type="daemon.started", at_ms=1_700_000_000_000)
+            for seq in (1, 2, 3)
+        ],
+    )
+    daemon.send(messages.AgentFrame(events=batch))
+    ack = (await daemon.receive("ack")).ack
+    assert (ack.journal_id, ack.acked_event_seq) == ("journal-1", 3)
+    rows = await rig.database.query("SELECT seq FROM node_events ORDER BY seq")
+    assert [row["seq"] for row in rows] == [1, 2, 3]
+
+
+async def test_a_gap_inside_a_session_ends_it(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    event = messages.Event(seq=5, event_id=rig.world.ids.uuid7(), type="daemon.started", at_ms=1_700_000_000_000)
+    daemon.send(messages.AgentFrame(events=messages.EventBatch(journal_id="journal-1", events=[event])))
+    status, reason, _ = await daemon.end()
+    assert (status, reason) == (Status.INVALID_ARGUMENT, "event-gap")
+
+
+async def test_busy_puts_the_command_back(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "c1")
+    daemon = await rig.connect(node)
+    await daemon.command()
+    daemon.update(
+        "c1",
+        messages.COMMAND_STATE_REJECTED,
+        attempt=1,
+        reject_reason=messages.COMMAND_REJECT_REASON_BUSY,
+    )
+    await rig.until_state("c1", CommandState.PENDING)
+    again = await daemon.receive("command")
+    assert again.command.attempt == 2
+
+
+async def test_a_cancel_reaches_the_daemon(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "c1")
+    daemon = await rig.connect(node)
+    await daemon.command()
+    await rig.database.query(
+        "UPDATE commands SET cancel_requested_at = compute_now(), cancel_requested_by = 'op', cancel_reason = 'why'"
+    )
+    await rig.database.query("SELECT pg_notify('bc_dispatch', 'node-a')")
+    cancel = (await daemon.receive("cancel")).cancel
+    assert (cancel.command_id, cancel.reason) == ("c1", "why")
+    daemon.update("c1", messages.COMMAND_STATE_CANCELLED, attempt=1, reason="cancelled")
+    await rig.until_state("c1", CommandState.CANCELLED)
+
+
+async def test_inventory_and_status_are_stored(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node, inventory_hashes={"cpu": hashlib.sha256(b"cpu").digest()})
+    assert list(daemon.welcome.request_sections) == ["cpu"]
+    section = messages.InventorySection(name="cpu", body=b"cpu", sha256=hashlib.sha256(b"cpu").digest())
+    daemon.send(messages.AgentFrame(inventory=section))
+    daemon.send(messages.AgentFrame(status=messages.StatusReport(observed_generation=2, applied_generation=1)))
+    await rig.until_query("SELECT 1 FROM nodes WHERE applied_generation = 1")
+    rows = await rig.database.query("SELECT body FROM inventory_sections")
+    assert [row["body"] for row in rows] == [b"cpu"]
+    again = await rig.connect(node, inventory_hashes={"cpu": hashlib.sha256(b"cpu").digest()})
+    assert list(again.welcome.request_sections) == []
+
+
+async def test_a_newer_spec_is_offered(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    await rig.database.query(
+        "UPDATE nodes SET spec_generation = 1, spec_body = 'body', spec_sha256 = sha256('body'),"
+        " spec_updated_at = compute_now()"
+    )
+    await rig.database.query("SELECT pg_notify('bc_dispatch', 'node-a')")
+    assert (await daemon.receive("desired")).desired.body == b"body"
+
+
+async def test_the_daemon_leaving_writes_the_disconnect(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    daemon.call.half_close()
+    await daemon.end()
+    await rig.until_row("node-a", state="disconnected", gateway_id=None)
+    types = [row["type"] for row in await rig.database.query("SELECT type FROM outbox ORDER BY id")]
+    assert types == ["node.connected", "node.disconnected"]
+
+
+async def test_a_cut_connection_writes_the_disconnect(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    daemon.connection.close()
+    await rig.until_row("node-a", state="disconnected")
+
+
+async def test_a_superseded_session_ends_aborted_and_writes_nothing(rig):
+    node = await rig.add_node("node-a")
+    older = await rig.connect(node)
+    newer = await rig.connect(node)
+    assert newer.welcome.epoch == 2
+    status, reason, message = await older.end()
+    assert (status, reason, message) == (Status.ABORTED, "superseded", "superseded by a newer session")
+    row = await rig.row("node-a")
+    assert (row["session_id"], row["state"]) == (newer.welcome.session_id, "connected")
+    assert len(rig.gateway.life.registry) == 1
+
+
+async def test_a_session_taken_over_by_another_gateway_is_found_by_the_flush(rig):
+    node = await rig.add_node("node-a")
+    older = await rig.connect(node)
+    _, other_server = await rig.start_another()
+    newer = await rig.connect(node, server=other_server)
+    await rig.gateway.life.liveness.flush()
+    status, reason, _ = await older.end()
+    assert (status, reason) == (Status.ABORTED, "superseded")
+    row = await rig.row("node-a")
+    assert (row["session_id"], row["state"]) == (newer.welcome.session_id, "connected")
+
+
+async def test_in_flight_commands_are_replayed_to_the_next_session(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "c1")
+    first = await rig.connect(node)
+    await first.command()
+    first.connection.close()
+    await rig.until_row("node-a", state="disconnected")
+    second = await rig.connect(node)
+    again = await second.receive("command")
+    assert again.command.attempt == 2
+    [row] = await rig.database.query("SELECT session_epoch FROM commands")
+    assert row["session_epoch"] == 2
+
+
+async def test_results_in_hello_are_acked_and_not_replayed(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "c1")
+    first = await rig.connect(node)
+    await first.command()
+    first.connection.close()
+    result = messages.CommandUpdate(command_id="c1", state=messages.COMMAND_STATE_SUCCEEDED, attempt=1, result=b"r")
+    second = await rig.connect(node, done_results=[result], done_ids=["c1"])
+    assert list((await second.receive("ack")).ack.command_ids) == ["c1"]
+    assert await seed.state_of(rig.database, "c1") == CommandState.SUCCEEDED
+
+
+async def test_stopping_ends_sessions_and_retires_the_lease(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    gateway, server = await rig.start_another()
+    other = await rig.add_node("node-b")
+    moved = await rig.connect(other, server=server)
+    gateway_id = gateway.gateway_id
+    await gateway.stop()
+    status, reason, _ = await moved.end()
+    assert (status, reason) == (Status.UNAVAILABLE, "stopping")
+    row = await rig.row("node-b")
+    assert (row["state"], row["state_reason"]) == ("disconnected", "stopping")
+    [lease] = await rig.database.query("SELECT retired_at FROM leases WHERE name = $1", gateway_id)
+    assert lease["retired_at"] is not None
+    assert (await rig.row("node-a"))["state"] == "connected"
+    assert daemon.call.status is None
+
+
+async def test_draining_refuses_new_sessions_and_asks_the_live_ones_to_go(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    assert await rig.gateway.drain() == 1
+    assert (await daemon.receive("drain")).drain.reason == "draining"
+    another = await rig.dial(await rig.add_node("node-b"))
+    status, reason, _ = await another.end()
+    assert (status, reason) == (Status.UNAVAILABLE, "draining")
+    assert "grpc-retry-pushback-ms" in another.call.trailers
+
+
+async def test_revoking_ends_the_session_and_refuses_the_next(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    await rig.database.query("UPDATE node_certs SET revoked_at = compute_now(), revocation_reason = 'stolen'")
+    await rig.database.query("SELECT pg_notify('bc_revocations', 'node-a')")
+    notice = (await daemon.receive("revoked")).revoked
+    assert (notice.reason, list(notice.serials)) == ("stolen", [node.serial])
+    status, reason, _ = await daemon.end()
+    assert (status, reason) == (Status.UNAUTHENTICATED, "revoked")
+    again = await rig.dial(node)
+    assert (await again.end())[:2] == (Status.UNAUTHENTICATED, "revoked")
+
+
+async def test_a_newer_trust_bundle_rides_in_welcome(rig):
+    rig.services.bundle = (4, messages.SignedTrustBundle(body=b"bundle").SerializeToString())
+    await rig.gateway.trust.read()
+    node = await rig.add_node("node-a")
+    assert (await rig.connect(node, trust_version=3)).welcome.trust.body == b"bundle"
+    assert not (await rig.connect(node, trust_version=4)).welcome.HasField("trust")
+
+
+@pytest.mark.parametrize("capability", ["cdi"])
+async def test_capabilities_become_labels_and_go_again(rig, capability):
+    node = await rig.add_node("node-a")
+    await rig.connect(node, capabilities=[capability, "UPPER"])
+    rows = await rig.database.query("SELECT key, value FROM node_labels")
+    assert [(row["key"], row["value"]) for row in rows] == [("bc.dev/cap.cdi", "1")]
+    await rig.connect(node)
+    assert await rig.database.query("SELECT FROM node_labels") == []
