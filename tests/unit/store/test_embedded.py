@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bettercompute.errors import Bug, Refused, Unavailable
-from bettercompute.store import embedded
+from bettercompute.store import embedded, embedded_binaries
 from bettercompute.store.database import Database, ThreadConnection
 from bettercompute.system import system_world
 from bettercompute.testing.postgres import CHEAP_SETTINGS
@@ -204,24 +204,26 @@ async def test_only_the_main_thread_may_start_it(shared_dir):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="copies are made only when root hands the server to another user")
-def test_binaries_below_a_closed_folder_are_copied_where_the_server_may_run_them(shared_dir, tmp_path, monkeypatch):
-    installed = embedded._installed_binaries()
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o700)
-    (closed / "site-packages").symlink_to(installed.parents[2])
-    monkeypatch.setattr(embedded, "_open_to_all", lambda path: "site-packages" not in str(path))
-    monkeypatch.setattr(embedded, "BINARIES_CACHES", (Path("/proc/nowhere"), Path(f"/var/tmp/bc-test-{os.getpid()}")))
-    home = embedded.BINARIES_CACHES[1]
+def test_binaries_that_the_server_may_not_reach_are_copied_where_it_may(shared_dir, monkeypatch):
+    home = Path(f"/var/tmp/bc-test-{os.getpid()}")
+    open_to_all = embedded_binaries._open_to_all
+    monkeypatch.setattr(
+        embedded_binaries, "_open_to_all", lambda path: "site-packages" not in str(path) and open_to_all(path)
+    )
+    monkeypatch.setattr(embedded_binaries, "CACHES", (Path("/proc/nowhere"), home))
     try:
-        bin_dir = embedded._reachable_binaries(embedded._server_owner())
+        bin_dir = embedded_binaries.reachable(for_other_user=True)
         assert home in bin_dir.parents
-        assert embedded._reachable_binaries(embedded._server_owner()) == bin_dir
+        assert embedded_binaries.reachable(for_other_user=True) == bin_dir
+        assert embedded_binaries.reachable(for_other_user=False) == embedded_binaries.installed()
         server = embedded.start(shared_dir, settings=CHEAP_SETTINGS)
         try:
-            program = Path(f"/proc/{server.process_id}/exe").resolve()
-            assert home in program.parents
+            assert home in Path(f"/proc/{server.process_id}/exe").resolve().parents
         finally:
             server.stop()
+        monkeypatch.setattr(embedded_binaries, "CACHES", (Path("/proc/nowhere"),))
+        with pytest.raises(Refused, match="none of /proc/nowhere can hold a copy"):
+            embedded_binaries.reachable(for_other_user=True)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
