@@ -192,7 +192,7 @@ class EmbeddedPostgres:
                 input=f"{feed}\n".encode(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(folder,),
+                pass_fds=(folder, self._lock),
                 env=_server_environment(),
                 cwd="/",
                 start_new_session=True,
