@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -44,6 +45,7 @@ CHAIN_LENGTH_MAX = 4
 SERVING_NAMES_MAX = 64
 
 _WORKER_STATEMENT = "urn:bc:worker"
+_DNS_LABEL = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
 
 
 class Use(Enum):
@@ -99,10 +101,8 @@ def make_serving_leaf(
 ) -> x509.Certificate:
     """Make a gateway's certificate for DNS names and IP addresses, valid for at most 90 days."""
     if not 1 <= len(names) <= SERVING_NAMES_MAX:
-        raise refuse(
-            Reason.INVALID_NAME,
-            f"a serving certificate needs 1 to {SERVING_NAMES_MAX} names and was given {len(names)}: pass --san",
-        )
+        limit = f"a serving certificate needs 1 to {SERVING_NAMES_MAX} names"
+        raise refuse(Reason.INVALID_NAME, f"{limit} and was given {len(names)}: pass --san")
     if not 0 < lifetime_ms <= SERVING_LIFETIME_MAX_MS:
         raise refuse(
             Reason.BAD_CERTIFICATE,
@@ -204,7 +204,9 @@ def verify_chain(
     The path is built by `cryptography`; what it leaves to policy is decided here: P-256 throughout, the exact extended
     key usage, no CA as a leaf. Refuses UNAUTHENTICATED and says which of it failed.
     """
-    certificates = [load_certificate(der) for der in _bounded(chain_der)]
+    if not 1 <= len(chain_der) <= CHAIN_LENGTH_MAX:
+        raise _bad_certificate(f"the chain has {len(chain_der)} certificates, the limit is 1 to {CHAIN_LENGTH_MAX}")
+    certificates = [load_certificate(der) for der in chain_der]
     leaf, intermediates = certificates[0], certificates[1:]
     known = {root.public_bytes(Encoding.DER) for root in roots}
     if leaf.public_bytes(Encoding.DER) in known:
@@ -223,7 +225,7 @@ def verify_chain(
     try:
         verified = builder.build_client_verifier().verify(leaf, intermediates)
     except (verification.VerificationError, ValueError) as error:
-        raise _bad_certificate(_why_unverified(leaf, now_ms=now_ms) or f"its chain does not verify: {error}") from error
+        raise _unverified(leaf, error, now_ms=now_ms) from error
     for authority in verified.chain[1:]:
         if not is_p256(authority.public_key()):
             raise _bad_certificate("a CA of its chain has a key that is not on P-256")
@@ -261,11 +263,8 @@ def is_p256(key: object) -> bool:
 
 def spki_sha256(holder: x509.Certificate | ec.EllipticCurvePublicKey) -> str:
     """Return the SHA-256 of a SubjectPublicKeyInfo in lower-case hex: what a daemon pins, and a key's `kid`."""
-    if isinstance(holder, x509.Certificate):
-        spki = holder.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    else:
-        spki = holder.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return hashlib.sha256(spki).hexdigest()
+    public_key = holder.public_key() if isinstance(holder, x509.Certificate) else holder
+    return hashlib.sha256(public_key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
 def serial_text(certificate: x509.Certificate) -> str:
@@ -338,16 +337,14 @@ def _builder(
 
 
 def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
         key_cert_sign=signs_certificates,
         crl_sign=signs_certificates,
         encipher_only=False,
         decipher_only=False,
+        **dict.fromkeys(others, False),
     )
 
 
@@ -357,8 +354,7 @@ def _serving_name(name: str) -> x509.GeneralName:
     except ValueError:
         pass
     labels = name.removeprefix("*.").split(".")
-    allowed = "abcdefghijklmnopqrstuvwxyz0123456789-"
-    if len(name) > 253 or not all(0 < len(label) <= 63 and not label.strip(allowed) for label in labels):
+    if len(name) > 253 or not all(_DNS_LABEL.fullmatch(label) for label in labels):
         raise refuse(Reason.INVALID_NAME, f"{name!r} is neither a DNS name in lower case nor an IP address")
     return x509.DNSName(name)
 
@@ -383,19 +379,15 @@ def _check_leaf(leaf: x509.Certificate, use: Use) -> None:
         raise _bad_certificate(f"its extended key usage is not that of a {use.name.lower()} certificate, and only that")
 
 
-def _why_unverified(leaf: x509.Certificate, *, now_ms: int) -> str | None:
+def _unverified(leaf: x509.Certificate, error: Exception, *, now_ms: int) -> Refused:
     """Say in words what the path builder does not: the commonest reason is time."""
     if now_ms < not_before_ms(leaf):
-        return f"it is not valid before {leaf.not_valid_before_utc.isoformat()}: is this host's clock right?"
+        since = leaf.not_valid_before_utc.isoformat()
+        return _bad_certificate(f"it is not valid before {since}: is this host's clock right?")
     if now_ms > not_after_ms(leaf):
-        return f"it expired at {leaf.not_valid_after_utc.isoformat()}"
-    return None
-
-
-def _bounded(chain_der: Sequence[bytes]) -> Sequence[bytes]:
-    if not 1 <= len(chain_der) <= CHAIN_LENGTH_MAX:
-        raise _bad_certificate(f"the chain has {len(chain_der)} certificates, the limit is 1 to {CHAIN_LENGTH_MAX}")
-    return chain_der
+        until = leaf.not_valid_after_utc.isoformat()
+        return refuse(Reason.CERTIFICATE_EXPIRED, f"the certificate is refused: it expired at {until}")
+    return _bad_certificate(f"its chain does not verify: {error}")
 
 
 def _time(at_ms: int) -> datetime:
