@@ -54,7 +54,7 @@ class Agent:
                 self._parts.notifier.stopping()
 
     def reload(self) -> None:
-        """Read the configuration again; keep the present one, and say why, when the new one is wrong."""
+        """Read the configuration again, or say why it stays as it is; and wait no longer for the next dial."""
         config = self._parts.config
         self._parts.notifier.reloading(self._parts.world.clock.monotonic_ms() * 1000)
         try:
@@ -67,8 +67,8 @@ class Agent:
             config.value = replace(read, state_dir=config.value.state_dir)
             logs.set_up(config.value.log)
             log.info("the configuration was read again", file=str(self._config_path))
-            if self.round is not None:
-                self.round.reloaded()
+        if self.round is not None:
+            self.round.dial_now()
         self._parts.notifier.ready()
 
     async def _run_round(self) -> None:

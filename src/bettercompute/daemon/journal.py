@@ -19,6 +19,7 @@ from typing import Any
 from bettercompute.daemon import journal_records as records
 from bettercompute.daemon.journal_files import Seal, companions, set_aside
 from bettercompute.daemon.journal_records import (
+    FORMAT,
     LIMITS,
     TABLES,
     EventEntry,
@@ -191,6 +192,7 @@ class JournalDatabase:
             # Without a row id the key and the row are one tree: no second one can disagree with it unseen.
             key = f"{columns[0]} PRIMARY KEY NOT NULL, {', '.join(columns[1:])}, crc"
             self._connection.execute(f"CREATE TABLE {table} ({key}) WITHOUT ROWID")
+        self._connection.execute(f"PRAGMA user_version = {FORMAT}")
         self.meta = JournalMeta(journal_id=journal_id, birth=birth)
         self._write_meta()
         self._commit()
@@ -203,6 +205,8 @@ class JournalDatabase:
         problem = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
             raise JournalDamagedError(f"SQLite's check says: {problem}")
+        if self._pragma("user_version") != FORMAT:
+            raise JournalDamagedError(f"it is of format {self._pragma('user_version')}, and this bcd reads {FORMAT}")
         row = self._connection.execute("SELECT * FROM meta WHERE id = 1").fetchone()
         if row is None or row[-1] != row_crc("meta", row[1:-1]):
             raise JournalDamagedError("the meta row is damaged")
@@ -294,7 +298,7 @@ class JournalDatabase:
     def _apply_one(self, write: Write) -> None:
         match write:
             case effects.AcceptCommand(entry, command):
-                self._insert("commands", _values(entry, command))
+                self._insert("commands", _values(replace(entry, command=command)))
             case effects.TakeUpCommand(command_id, attempt, process_id, command):
                 taken: dict[str, Value] = {"attempt": attempt, "process_id": process_id, "command": command}
                 self._change("commands", command_id, taken)
@@ -371,7 +375,9 @@ class JournalDatabase:
                     f"{self.path} has reached its bound of {self.limits.max_bytes} bytes", disk=False
                 )
             return JournalFullError(f"{self.path} cannot be written: {error}", disk=True)
-        return JournalDamagedError(f"SQLite says: {error}")
+        if _code(error) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return JournalDamagedError(f"SQLite says: {error}")
+        return error
 
     def _unavailable(self, error: sqlite3.Error | OSError) -> Unavailable:
         return Unavailable(
@@ -384,12 +390,12 @@ def _code(error: sqlite3.Error) -> int:
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR))
 
 
-def _values(entry: JournalEntry, command: bytes) -> tuple[Value, ...]:
-    return (*(value if isinstance(value, str | bytes) else int(value) for value in astuple(entry)), command)
+def _values(entry: JournalEntry) -> tuple[Value, ...]:
+    return tuple(value if isinstance(value, str | bytes) else int(value) for value in astuple(entry))
 
 
 def _entry(row: tuple[Value, ...]) -> JournalEntry:
-    values: dict[str, Any] = dict(zip((column.name for column in fields(JournalEntry)), row[:-1], strict=True))
+    values: dict[str, Any] = dict(zip((column.name for column in fields(JournalEntry)), row, strict=True))
     values |= {
         "state": CommandState(values["state"]),
         "started": bool(values["started"]),

@@ -104,12 +104,13 @@ class JournalContents:
     """Why a damaged journal was set aside just now, and under which name; empty when all was well."""
 
 
-# The tables, in the order of their columns; the first column is the key. A row of `commands` is a `JournalEntry` and,
-# until it is done, the delivered `Command`.
+# The tables, in the order of their columns; the first column is the key. A row of `commands` is a `JournalEntry`; its
+# delivered `Command` is dropped when it is done. Another shape is another `FORMAT`.
+FORMAT = 1
 TABLES: dict[str, tuple[str, ...]] = {
     "commands": (
         *("command_id", "kind", "lane", "attempt", "state", "not_after_ms", "process_id", "started", "start_boot_id"),
-        *("start_role", "start_version", "terminal_update", "done_mark_ms", "acked", "command"),
+        *("start_role", "start_version", "terminal_update", "command", "done_mark_ms", "acked"),
     ),
     "cancelled": ("command_id", "mark_ms"),
     "processes": ("process_group", "command_id", "start_ticks", "boot_id"),

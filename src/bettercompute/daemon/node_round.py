@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -89,7 +89,7 @@ class NodeParts:
     identities: IdentityStore
     notifier: SystemdNotifier
     root: Callable[[], HostRoot] = HostRoot.live
-    handlers: Mapping[str, Handler] = REGISTRY
+    handlers: Mapping[str, Handler] = field(default_factory=lambda: REGISTRY)
     dial: Dial | None = None
 
 
@@ -196,8 +196,8 @@ class NodeRound:
             await self.shell.close()
         await self._status.close()
 
-    def reloaded(self) -> None:
-        """Take up a configuration that was read again."""
+    def dial_now(self) -> None:
+        """Wait no longer for the next dial: an operator asked, or the way to the gateways changed."""
         self.shell.dial_now()
 
     async def load_identity(self) -> Identity:

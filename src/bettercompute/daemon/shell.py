@@ -149,9 +149,10 @@ class NodeShell:
 
     async def close(self) -> None:
         """End the stream in order, so that the gateway sees a farewell and not a loss."""
-        for task in (self._dialing, self._reader):
-            if task is not None:
-                task.cancel()
+        tasks = [task for task in (self._dialing, self._reader) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         stream, self._stream = self._stream, None
         self._look(state="stopping", reason="bcd is stopping", code="stopping")
         if stream is not None:

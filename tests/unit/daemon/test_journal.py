@@ -67,12 +67,12 @@ def test_a_command_is_kept_through_its_life(tmp_path: Path) -> None:
     database.close()
     database, contents = open_journal(tmp_path)
     started = entry("a", attempt=2, process_id="process-2", state=CommandState.RUNNING, started=True)
-    started = replace(started, start_boot_id="boot-1", start_role=1, start_version="0.1.0")
+    started = replace(started, start_boot_id="boot-1", start_role=1, start_version="0.1.0", command=b"signed anew")
     assert contents.commands == (started,)
     database.apply([FinishCommand("a", CommandState.SUCCEEDED, b"the update", 9_000)])
     database.close()
     database, contents = open_journal(tmp_path)
-    done = replace(started, state=CommandState.SUCCEEDED, update=b"the update", done_mark_ms=9_000)
+    done = replace(started, command=b"", state=CommandState.SUCCEEDED, update=b"the update", done_mark_ms=9_000)
     assert contents.commands == (done,)
     database.apply([AckCommands(("a", "unknown"))])
     database.close()
@@ -319,6 +319,14 @@ def test_a_row_moved_between_tables_or_vanished_is_noticed(tmp_path: Path) -> No
     assert "rows are missing: commands 1 of 2" in contents.set_aside
 
 
+def test_a_journal_of_another_format_is_set_aside(tmp_path: Path) -> None:
+    open_journal(tmp_path)[0].close()
+    connection = sqlite3.connect(tmp_path / "journal.db")
+    connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    assert "it is of format 2, and this bcd reads 1" in open_journal(tmp_path)[1].set_aside
+
+
 def test_set_aside_journals_do_not_fill_the_disk(tmp_path: Path) -> None:
     for _ in range(5):
         (tmp_path / "journal.db").write_bytes(b"rubbish" * 1000)
@@ -394,5 +402,5 @@ def test_the_checksum_tells_types_lengths_and_tables_apart() -> None:
 def test_columns_are_those_of_the_entries() -> None:
     columns = [column.name for column in fields(JournalEntry)]
     columns[columns.index("update")] = "terminal_update"
-    assert TABLES["commands"] == (*columns, "command")
+    assert TABLES["commands"] == tuple(columns)
     assert TABLES["events"] == tuple(column.name for column in fields(EventEntry))

@@ -1,0 +1,187 @@
+"""A gateway for the daemon's tests, in memory: it says what a test tells it to, and gives out what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from cryptography.hazmat.primitives.serialization import Encoding
+from google.protobuf.message import Message
+
+from bettercompute.daemon.config import Config
+from bettercompute.daemon.identity import IdentityStore, Issued, Machine, Purpose
+from bettercompute.pki import certificates, trust
+from bettercompute.pki.identity import NodeIdentity
+from bettercompute.pki.trust import TrustContent
+from bettercompute.protocol import messages, service
+from bettercompute.protocol.kinds import pack_payload
+from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER
+from bettercompute.system import system_world
+from bettercompute.transport.calls import DialTarget, ServerCall
+from bettercompute.transport.memory import MemoryConnection, MemoryServer
+
+NODE_ID = "n1"
+TIMEOUT_S = 30
+
+
+def join(config: Config) -> None:
+    """Put an identity into the state folder, as a Join would."""
+    now_ms = system_world().clock.now_ms()
+    signing = certificates.generate_key()
+    node_ca = certificates.make_node_ca(serial=bytes(16), now_ms=now_ms)
+    config.state_dir.mkdir(parents=True, exist_ok=True)
+    store = IdentityStore(config.state_dir)
+    request = store.pending(Purpose.JOIN, label="t")
+    content = TrustContent(
+        trust_domain="bc.local",
+        command_roots=(),
+        join_signing_keys=(signing.public_key(),),
+        join_encryption_keys=(signing.public_key(),),
+        serving_ca_pins=("ab" * 32,),
+    )
+    leaf = certificates.make_node_leaf(
+        node_ca,
+        public_key=certificates.check_csr(request.csr_der),
+        identity=NodeIdentity(trust_domain="bc.local", site="default", node_id=NODE_ID, role="node"),
+        serial=bytes(15) + b"\1",
+        now_ms=now_ms,
+    )
+    issued = Issued(
+        chain_der=(leaf.public_bytes(Encoding.DER), node_ca.certificate.public_bytes(Encoding.DER)),
+        trust=trust.sign(content, version=1, key=signing, now_ms=now_ms),
+        identity_generation=1,
+        gateway_urls=("https://gw-a:443", "https://gw-b:443"),
+        server_time_ms=now_ms,
+    )
+    store.install(Purpose.JOIN, request, issued, machine=Machine())
+
+
+class FakeSession:
+    """One Session stream, after its Hello."""
+
+    def __init__(self, call: ServerCall, hello: messages.Hello) -> None:
+        self.hello = hello
+        self.metadata: Mapping[str, str] = call.metadata
+        self._call = call
+        self._frames: asyncio.Queue[messages.AgentFrame | None] = asyncio.Queue()
+        self.over = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Read until the daemon ends the stream, or the test does."""
+        while not self.over.is_set():
+            receive = asyncio.ensure_future(self._call.receive())
+            over = asyncio.ensure_future(self.over.wait())
+            await asyncio.wait({receive, over}, return_when=asyncio.FIRST_COMPLETED)
+            over.cancel()
+            if not receive.done():
+                receive.cancel()
+                return
+            data = receive.result()
+            self._frames.put_nowait(None if data is None else messages.AgentFrame.FromString(data))
+            if data is None:
+                self._call.finish(0)
+                return
+
+    def send(self, **frame: Message) -> None:
+        self._call.send(messages.ServerFrame(**frame).SerializeToString())  # type: ignore[arg-type]
+
+    def welcome(self, **changes: object) -> None:
+        """Say Welcome: 100 ms heartbeats, the usual credits, the host's own time."""
+        values: dict[str, object] = {
+            "session_id": "s1",
+            "epoch": self.hello.last_epoch + 1,
+            "protocol_version": 1,
+            "heartbeat_interval_ms": 100,
+            "lane_credits": [
+                messages.LaneCredits(lane=messages.LANE_CONTROL, credits=8),
+                messages.LaneCredits(lane=messages.LANE_BULK, credits=2),
+            ],
+            "server_time_ms": system_world().clock.now_ms(),
+            "gateway_id": "fake",
+        }
+        self.send(welcome=messages.Welcome(**(values | changes)))  # type: ignore[arg-type]
+
+    def command(self, command_id: str, *, payload: Message | None = None, **changes: object) -> None:
+        """Deliver a command, an `inventory.refresh` unless told otherwise."""
+        values: dict[str, object] = {
+            "command_id": command_id,
+            "node_id": NODE_ID,
+            "kind": "inventory.refresh",
+            "lane": 1,
+            "timeout_ms": 30_000,
+            "not_after_ms": system_world().clock.now_ms() + 3_600_000,
+            "trust_domain": "bc.local",
+        }
+        body = messages.CommandBody(**(values | changes))  # type: ignore[arg-type]
+        body.payload.CopyFrom(pack_payload(payload or messages.InventoryRefreshPayload()))
+        self.send(command=messages.Command(body=body.SerializeToString(), attempt=1))
+
+    def end(self, status: int, message: str, *, reason: str = "", pushback_ms: int | None = None) -> None:
+        """End the stream with a status."""
+        trailers = {REASON_TRAILER: reason} if reason else {}
+        if pushback_ms is not None:
+            trailers[PUSHBACK_TRAILER] = str(pushback_ms)
+        self._call.finish(status, message, trailers)
+        self.over.set()
+
+    async def frame(self, case: str) -> Message:
+        """Return the next frame of this case, passing over others."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                frame = await self._frames.get()
+                assert frame is not None, f"the daemon ended the stream before a frame {case}"
+                if frame.WhichOneof("frame") == case:
+                    found: Message = getattr(frame, case)
+                    return found
+
+    async def update(self, command_id: str, *states: int) -> messages.CommandUpdate:
+        """Return the next update of a command that has one of these states."""
+        while True:
+            update = await self.frame("update")
+            assert isinstance(update, messages.CommandUpdate)
+            if update.command_id == command_id and update.state in states:
+                return update
+
+    async def ended(self) -> None:
+        """Wait until the daemon has ended the stream in order."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while await self._frames.get() is not None:
+                pass
+
+
+class FakeGateway:
+    """Takes streams; `session` gives them out one after the other."""
+
+    def __init__(self) -> None:
+        self.server = MemoryServer(self._handle, world=system_world())
+        self.targets: list[DialTarget] = []
+        self.connections: list[MemoryConnection] = []
+        self.fail: Exception | None = None
+        self._sessions: asyncio.Queue[FakeSession] = asyncio.Queue()
+
+    async def dial(self, target: DialTarget) -> MemoryConnection:
+        self.targets.append(target)
+        if self.fail is not None:
+            failure, self.fail = self.fail, None
+            raise failure
+        self.connections.append(self.server.connect())
+        return self.connections[-1]
+
+    async def session(self) -> FakeSession:
+        """Return the next stream, its Hello read."""
+        return await asyncio.wait_for(self._sessions.get(), TIMEOUT_S)
+
+    async def _handle(self, call: ServerCall) -> None:
+        assert call.path == service.SESSION
+        first = await call.receive()
+        assert first is not None
+        frame = messages.AgentFrame.FromString(first)
+        session = FakeSession(call, frame.hello)
+        self._sessions.put_nowait(session)
+        await session.serve()
+
+
+def state_config(tmp_path: Path) -> Config:
+    """A configuration whose state folder is the test's."""
+    return Config(state_dir=tmp_path / "state")
