@@ -104,10 +104,8 @@ def make_serving_leaf(
         limit = f"a serving certificate needs 1 to {SERVING_NAMES_MAX} names"
         raise refuse(Reason.INVALID_NAME, f"{limit} and was given {len(names)}: pass --san")
     if not 0 < lifetime_ms <= SERVING_LIFETIME_MAX_MS:
-        raise refuse(
-            Reason.BAD_CERTIFICATE,
-            f"a serving certificate may live at most {SERVING_LIFETIME_MAX_MS // DAY_MS} days, not {lifetime_ms} ms",
-        )
+        limit = f"a serving certificate may live at most {SERVING_LIFETIME_MAX_MS // DAY_MS} days"
+        raise refuse(Reason.BAD_REQUEST, f"{limit}, not {lifetime_ms} ms")
     return _make_leaf(
         issuer,
         common_name="better-compute gateway",

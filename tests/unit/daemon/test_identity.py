@@ -14,7 +14,6 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.pki.crash_disk import CrashDisk, PowerLossError
 
 from bettercompute.daemon.identity import (
     Identity,
@@ -29,6 +28,7 @@ from bettercompute.pki import certificates, identity_file, keyfiles, trust
 from bettercompute.pki.identity import NodeIdentity
 from bettercompute.pki.trust import Trust, TrustContent
 from bettercompute.protocol.statuses import Reason
+from tests.unit.pki.crash_disk import CrashDisk, PowerLossError
 
 NOW_MS = 1_800_000_000_000
 STATE = Path("/var/lib/bcd")

@@ -45,10 +45,18 @@ def der(*chain: x509.Certificate) -> list[bytes]:
     return [certificate.public_bytes(Encoding.DER) for certificate in chain]
 
 
-def refused(chain: list[bytes], authority: Authority, *, why: str, use: Use = Use.CLIENT, now_ms: int = NOW_MS) -> None:
+def refused(
+    chain: list[bytes],
+    authority: Authority,
+    *,
+    why: str,
+    use: Use = Use.CLIENT,
+    now_ms: int = NOW_MS,
+    reason: Reason = Reason.BAD_CERTIFICATE,
+) -> None:
     with pytest.raises(Refused, match=why) as caught:
         verify_chain(chain, roots=[authority.certificate], use=use, now_ms=now_ms)
-    assert (caught.value.status, caught.value.reason) == (Status.UNAUTHENTICATED, Reason.BAD_CERTIFICATE)
+    assert (caught.value.status, caught.value.reason) == (Status.UNAUTHENTICATED, reason)
 
 
 def test_a_node_leaf_is_for_clients_a_day_and_five_minutes_back(node_ca):
@@ -138,14 +146,14 @@ def test_either_of_two_roots_will_do(node_ca):
 
 
 @pytest.mark.parametrize(
-    ("now_ms", "why"),
+    ("now_ms", "reason", "why"),
     [
-        (NOW_MS - 5 * 60 * 1000 - 1, "not valid before"),
-        (NOW_MS + 24 * 60 * 60 * 1000 + 1000, "it expired at"),
+        (NOW_MS - 5 * 60 * 1000 - 1, Reason.BAD_CERTIFICATE, "not valid before"),
+        (NOW_MS + 24 * 60 * 60 * 1000 + 1000, Reason.CERTIFICATE_EXPIRED, "it expired at"),
     ],
 )
-def test_outside_its_time_a_leaf_is_refused(node_ca, now_ms, why):
-    refused(der(node_leaf(node_ca)), node_ca, why=why, now_ms=now_ms)
+def test_outside_its_time_a_leaf_is_refused(node_ca, now_ms, reason, why):
+    refused(der(node_leaf(node_ca)), node_ca, why=why, now_ms=now_ms, reason=reason)
 
 
 def test_outside_its_time_a_root_verifies_nothing(node_ca):

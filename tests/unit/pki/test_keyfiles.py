@@ -7,11 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
-from tests.unit.pki.crash_disk import CrashDisk, PowerLossError
 
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, keyfiles
 from bettercompute.pki.keyfiles import Disk, KeyFolder, LocalDisk
+from tests.unit.pki.crash_disk import CrashDisk, PowerLossError
 
 ROOT = Path("/state")
 

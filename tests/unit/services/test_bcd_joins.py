@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.services.joining import make_plane
-
 from bettercompute.daemon.identity import IdentityStore
 from bettercompute.daemon.join import JoinSettings, join
 from bettercompute.pki import join_token
@@ -15,6 +13,7 @@ from bettercompute.protocol.statuses import Status
 from bettercompute.store.database import Database
 from bettercompute.transport.memory import MemoryServer
 from bettercompute.transport.streams import Connection, DialTarget, ServerCall
+from tests.unit.services.joining import make_plane
 
 
 async def test_a_daemon_joins_the_service(database: Database, tmp_path: Path) -> None:

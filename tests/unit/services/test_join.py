@@ -7,7 +7,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from tests.unit.services.joining import INSTALLATION, Node, Plane, make_plane
 
 from bettercompute.errors import Refused, Unavailable
 from bettercompute.pki import certificates, identity
@@ -20,6 +19,7 @@ from bettercompute.store import audit, nodes, outbox, tokens
 from bettercompute.store import certificates as stored_certificates
 from bettercompute.store.database import Database
 from bettercompute.testing import postgres
+from tests.unit.services.joining import INSTALLATION, Node, Plane, make_plane
 
 
 @pytest.fixture

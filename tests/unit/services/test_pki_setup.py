@@ -6,7 +6,6 @@ import stat
 from pathlib import Path
 
 import pytest
-from tests.unit.pki.crash_disk import CrashDisk, PowerLossError
 
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, keyfiles
@@ -16,6 +15,7 @@ from bettercompute.protocol.statuses import Reason
 from bettercompute.services.keys import load_service_keys
 from bettercompute.services.pki_setup import initialise, issue_gateway
 from bettercompute.system import system_world
+from tests.unit.pki.crash_disk import CrashDisk, PowerLossError
 
 WORLD = system_world()
 NAMES = ("command-root", "join-encryption", "join-signing", "node-ca", "serving-ca", "worker")

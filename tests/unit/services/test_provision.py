@@ -6,7 +6,6 @@ import asyncio
 import json
 
 import pytest
-from tests.unit.services.joining import Node, Plane, make_plane
 
 from bettercompute.daemon.identity import IdentityStore, Machine
 from bettercompute.errors import Refused
@@ -14,6 +13,7 @@ from bettercompute.pki import identity_file, keyfiles
 from bettercompute.protocol.statuses import Reason
 from bettercompute.services.provision import ProvisionedNode
 from bettercompute.store import audit, nodes
+from tests.unit.services.joining import Node, Plane, make_plane
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding
-from tests.unit.services.joining import Node, Plane, make_plane
 
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, identity
@@ -15,6 +14,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason
 from bettercompute.store import certificates as stored_certificates
 from bettercompute.testing import postgres
+from tests.unit.services.joining import Node, Plane, make_plane
 
 NOW_MS = 1_900_000_000_000
 
@@ -159,7 +159,7 @@ async def test_an_expired_certificate_does_not_renew(plane):
     late_ms = NOW_MS + 24 * 3_600_000 + 1000
     await postgres.freeze_clock(plane.database, now_ms=late_ms)
     request = node.renew_request(body, next_node=Node(), client_time_ms=late_ms)
-    await refused(plane, request, list(body.certificate_chain), Reason.BAD_CERTIFICATE, "it expired at")
+    await refused(plane, request, list(body.certificate_chain), Reason.CERTIFICATE_EXPIRED, "it expired at")
 
 
 @pytest.mark.parametrize(
