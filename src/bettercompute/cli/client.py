@@ -60,6 +60,10 @@ class ApiClient:
             )
         return cls(address=address, token=variables.get("BETTER_COMPUTE_TOKEN") or profile.get("token", ""))
 
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._http.close()
+
     def get(self, path: str, **query: str | int | bool | None) -> Any:
         """Return the JSON of `GET path`; query values that are None are left out."""
         return self._request("GET", path, params={name: value for name, value in query.items() if value is not None})

@@ -6,6 +6,7 @@ own process, which therefore needs the key folder.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from bettercompute.world import World
 _log = structlog.get_logger("bettercompute.server")
 
 DAY_MS = 86_400_000
+GATEWAY_READY_S = 10.0
 
 
 class Role(StrEnum):
@@ -139,6 +141,9 @@ async def _start_gateway(
     )
     await gateway.start()
     stack.push_async_callback(gateway.stop)
+    # Not ready is no error: a database that is slow now must not keep the process from serving later.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(gateway.until_ready(), GATEWAY_READY_S)
 
 
 async def _start_api(
