@@ -88,7 +88,7 @@ class AbuseBucket:
     def spend(self, what: str, *, now_ms: int) -> None:
         """Take one token, or raise `EnhanceYourCalm` when there is none."""
         elapsed_ms = max(0, now_ms - self.updated_ms)
-        self.updated_ms = now_ms
+        self.updated_ms = max(now_ms, self.updated_ms)
         self.tokens = min(float(self.burst), self.tokens + elapsed_ms * self.per_s / 1000)
         if self.tokens < 1:
             raise EnhanceYourCalm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import cast
 
 from bettercompute.errors import Refused
 from bettercompute.transport.calls import NO_METADATA, CallEnded, EndKind, Peer
@@ -66,17 +67,17 @@ class ServerLink(Link):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Read who the peer is, and begin; a peer that did not ask for HTTP/2 is cut off."""
-        self.never_connected = False
         ssl_object = transport.get_extra_info("ssl_object")
+        if ssl_object.selected_alpn_protocol() != ALPN:
+            cast("asyncio.Transport", transport).abort()
+            return
+        self.never_connected = False
         chain = verified_chain(ssl_object)
         self.peer = replace(self.peer, certificate_chain=chain)
         if not chain:
             self.core.count_strangers()
         super().connection_made(transport)
         self._opened(self)
-        if ssl_object.selected_alpn_protocol() != ALPN:
-            self.lose(EndKind.PROTOCOL, "the client did not ask for HTTP/2 (ALPN h2)")
-            return
         wait_s = self._limits.first_call_ms / 1000
         self._first_call_handle = self._loop.call_later(wait_s, self._first_call_missing)
 

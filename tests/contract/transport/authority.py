@@ -96,10 +96,8 @@ def _san(text: str) -> x509.GeneralName:
 
 
 @dataclass(frozen=True)
-class TestPki:
+class SharedPki:
     """What most tests need, made once per process."""
-
-    __test__ = False
 
     serving_ca: Authority
     node_ca: Authority
@@ -112,10 +110,10 @@ class TestPki:
 
 
 @cache
-def test_pki() -> TestPki:
+def shared_pki() -> SharedPki:
     serving_ca = Authority.new("test serving CA")
     node_ca = Authority.new("test node CA")
-    return TestPki(
+    return SharedPki(
         serving_ca=serving_ca,
         node_ca=node_ca,
         serving=serving_ca.issue("gateway", names=("localhost", "gateway.test", "127.0.0.1", "::1")),

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import pytest
 import uvloop
+from tests.contract.transport.authority import shared_pki
 
 from bettercompute.system import system_world
 from bettercompute.transport.memory import MemoryServer
@@ -20,7 +21,6 @@ from bettercompute.transport.streams import (
     serve,
     server_context,
 )
-from tests.contract.transport.authority import test_pki
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -35,7 +35,7 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Open]:
     """Start a server for a handler and return a connection to it."""
     servers: list[object] = []
     connections: list[Connection] = []
-    pki = test_pki()
+    pki = shared_pki()
     world = system_world()
 
     async def open_connection(handler: Handler, *, limits: Limits = DEFAULT_LIMITS) -> Connection:

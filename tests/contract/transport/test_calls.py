@@ -8,7 +8,7 @@ import pytest
 
 from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.protocol.statuses import Reason, Status, refuse
-from bettercompute.transport.streams import CallEnded, EndKind, Limits, ServerCall, by_path
+from bettercompute.transport.streams import CallEnded, ClientCall, EndKind, Limits, ServerCall, by_path
 
 MIB = 1024 * 1024
 
@@ -16,6 +16,11 @@ MIB = 1024 * 1024
 async def echo(call: ServerCall) -> None:
     while (message := await call.receive()) is not None:
         call.send(message)
+
+
+def send_many(call: ServerCall | ClientCall, *, count: int, size: int) -> None:
+    for _ in range(count):
+        call.send(b"x" * size)
 
 
 class Probe:
@@ -89,11 +94,11 @@ async def test_a_status_without_messages_carries_text_and_trailers(connect):
     connection = await connect(probe)
     call = await connection.call("/m")
     server = await probe.calls.get()
-    server.finish(Status.RESOURCE_EXHAUSTED, "full: 100 % – später", {"x-bc-reason": "streams"})
+    server.finish(Status.RESOURCE_EXHAUSTED, "full: 100 % → später", {"x-bc-reason": "streams"})
     server.finish(Status.OK)
     assert await call.receive() is None
     assert call.status == Status.RESOURCE_EXHAUSTED
-    assert call.status_message == "full: 100 % – später"
+    assert call.status_message == "full: 100 % → später"
     assert call.trailers["x-bc-reason"] == "streams"
     await server.wait_closed()
     assert server.ended
@@ -189,8 +194,7 @@ async def test_a_slow_reader_ends_its_call_and_no_other(connect):
     slow = await connection.call("/slow")
     server = await probe.calls.get()
     with pytest.raises(Refused) as refusal:
-        for _ in range(9):
-            server.send(b"x" * MIB)
+        send_many(server, count=9, size=MIB)
     assert (refusal.value.status, refusal.value.reason) == (Status.RESOURCE_EXHAUSTED, Reason.SLOW_CONSUMER)
     assert server.ended
     while await slow.receive() is not None:
@@ -219,8 +223,7 @@ async def test_a_clients_full_queue_refuses_the_message_and_the_call_goes_on(con
     call = await connection.call("/m")
     server = await probe.calls.get()
     with pytest.raises(Refused):
-        for _ in range(100):
-            call.send(b"x" * 100_000)
+        send_many(call, count=100, size=100_000)
     for _ in range(4):
         assert await server.receive() is not None
     await call.drained()
@@ -352,12 +355,9 @@ async def test_server_close_cancels_handlers_and_tells_their_clients(connect):
     call = await connection.call("/m")
     await probe.calls.get()
     await connect.servers[0].close(drain_ms=0)
-    try:
-        assert await call.receive() is None
-        assert call.status == Status.UNAVAILABLE
-        assert call.trailers["x-bc-reason"] == "stopping"
-    except CallEnded as end:
-        assert end.kind in (EndKind.CLOSED_HERE, EndKind.GOING_AWAY)
+    assert await call.receive() is None
+    assert call.status == Status.UNAVAILABLE
+    assert call.trailers["x-bc-reason"] == "stopping"
     await connection.wait_closed()
 
 
