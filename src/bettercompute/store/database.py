@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
@@ -67,6 +67,7 @@ class StatementFailed(Bug):
 # Conditions that end by themselves. Class 08: connection; 53: resources; 57: operator, shutdown, cancelled by timeout.
 _PASSING_CLASSES = ("08", "53", "57")
 _PASSING_STATES = frozenset({"25006", "25P03", "25P04"})  # read-only (a standby), idle timeout, transaction timeout
+_CLOSED = ("closed", "closing", "released back to the pool")
 _CONFLICTS = frozenset({"40001", "40P01"})
 
 
@@ -80,8 +81,9 @@ def _translated() -> Iterator[None]:
     except asyncpg.TargetServerAttributeNotMatched as error:
         raise Unavailable("the database is a standby: it takes no writes", reason=Reason.DATABASE) from error
     except asyncpg.InterfaceError as error:
-        if "another operation is in progress" in str(error):
-            raise Bug(f"one connection was used twice at a time: {error}") from error
+        # asyncpg says by this one class both that a connection or pool is closed and that it was used wrongly.
+        if not any(phrase in str(error) for phrase in _CLOSED):
+            raise Bug(f"a database connection was used wrongly: {error}") from error
         raise Unavailable(f"the database connection is lost: {error}", reason=Reason.DATABASE) from error
     except (OSError, TimeoutError, asyncpg.InternalClientError) as error:
         text = str(error) or type(error).__name__
@@ -388,10 +390,3 @@ async def _check_version(connection: _Connection) -> None:
 
 async def _keep_as_is(_connection: _Connection) -> None:
     """Spare the RESET ALL round trip at each release: nothing here changes a pooled connection's settings."""
-
-
-def to_arguments(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    """Check that the columns of an array statement have one length. Raises Bug otherwise."""
-    if len({len(values) for values in columns.values()}) > 1:
-        raise Bug(f"array arguments of different lengths: { {name: len(values) for name, values in columns.items()} }")
-    return dict(columns)

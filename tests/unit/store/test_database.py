@@ -83,6 +83,19 @@ async def test_unknown_statements_and_second_rows_are_bugs(database):
         await database.fetch("nodes.existing")
 
 
+async def test_a_connection_used_wrongly_is_a_bug_and_a_closed_one_unavailable(dsn):
+    async with dedicated(dsn) as connection:
+        results = await asyncio.gather(
+            connection.query("SELECT pg_sleep(0.01)"), connection.query("SELECT 1"), return_exceptions=True
+        )
+        assert isinstance(results[1], Bug)
+        with pytest.raises(Bug):
+            await connection.query("SELECT $1::int")
+        await connection.close()
+        with pytest.raises(Unavailable):
+            await connection.query("SELECT 1")
+
+
 async def test_a_transaction_whose_connection_ends_is_unavailable(database, dsn):
     async def work():
         async with database.transaction() as transaction:

@@ -65,8 +65,9 @@ SELECT n.node_id, n.site, n.role, n.tenant_controlled, n.state, n.state_reason,
    AND (:state::text IS NULL OR n.state = :state)
    AND NOT EXISTS (
          SELECT FROM unnest(:label_keys::text[], :label_values::text[]) AS wanted (key, value)
-          WHERE NOT EXISTS (SELECT FROM node_labels l
-                             WHERE l.node_id = n.node_id AND l.key = wanted.key AND l.value = wanted.value))
+          -- An array, so that only this node's labels are read, never all of them into a hash.
+          WHERE wanted.value <> ALL (ARRAY (SELECT l.value FROM node_labels l
+                                             WHERE l.node_id = n.node_id AND l.key = wanted.key)))
  ORDER BY n.node_id
  LIMIT :page_size;
 
