@@ -6,15 +6,20 @@ jump of it is worth a report of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from bettercompute.daemon.group_commit import JOURNAL_DISK_FULL, JOURNAL_FULL, JournalHealth
+from bettercompute.daemon.inventory.pressure import PressureMeter
 from bettercompute.daemon.status import ConditionStatus
 from bettercompute.protocol import messages
 from bettercompute.protocol.limits import MAX_CONDITIONS, MAX_SENTENCE_CHARS
+from bettercompute.session.inputs import JournalRoom, StatusChanged
 
 # A share of time that a resource made somebody wait, in percent: what an operator would look at twice.
 PRESSURE_JUMP_PERCENT = 20.0
+PRESSURE_INTERVAL_S = 60.0
 
 
 @dataclass(slots=True)
@@ -68,6 +73,59 @@ class Conditions:
             ConditionStatus(type=name, reason=held.reason, message=held.message)
             for name, held in sorted(self._held.items())
         )
+
+
+class StatusReporter:
+    """Makes the status report when something in it has changed, once however many things change in one turn."""
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        *,
+        meter: PressureMeter,
+        sections: Callable[[], Iterable[messages.SectionState]],
+        now_ms: Callable[[], int],
+        tell: Callable[[StatusChanged | JournalRoom], None],
+    ) -> None:
+        self._conditions = conditions
+        self._meter = meter
+        self._pressure = meter.read()
+        self._sections = sections
+        self._now_ms = now_ms
+        self._tell = tell
+        self._due = False
+        conditions.changed = self.report_soon
+
+    def report_soon(self) -> None:
+        """Report at the end of this turn of the loop."""
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._report)
+
+    def journal_health(self, health: JournalHealth) -> None:
+        """Raise or clear what the journal's health says, and tell the rules whether there is room."""
+        for name in (JOURNAL_FULL, JOURNAL_DISK_FULL):
+            self._conditions.set(name, holds=name == health.condition, reason="no-room", message=health.message)
+        self._tell(JournalRoom(full=not health.accepting))
+
+    async def watch_pressure(self) -> None:
+        """Report a jump of the host's pressure, looked for each minute."""
+        while True:
+            await asyncio.sleep(PRESSURE_INTERVAL_S)
+            now = self._meter.read()
+            if pressure_jumped(self._pressure, now):
+                self._pressure = now
+                self.report_soon()
+
+    def _report(self) -> None:
+        self._due = False
+        report = messages.StatusReport(
+            sections=self._sections(),
+            conditions=self._conditions.reported(),
+            pressure=self._pressure,
+            at_ms=self._now_ms(),
+        )
+        self._tell(StatusChanged(report))
 
 
 def pressure_jumped(before: messages.HostPressure, now: messages.HostPressure) -> bool:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from bettercompute.daemon.inventory.capabilities import RebootSettings
 from bettercompute.daemon.inventory.facts import DEFAULT_PROGRAM_TIMEOUT_MS, MAX_PROGRAM_TIMEOUT_MS, FactSettings
 from bettercompute.errors import Refused
-from bettercompute.pki.join_token import check_gateway_url
 from bettercompute.protocol.statuses import Reason, refuse
 
 DEFAULT_PATH = Path("/etc/bcd/config.toml")
@@ -159,6 +158,8 @@ class _Reader:
         limit = f"must be a URL, or a list of at most {GATEWAYS_MAX}, as in https://gateway.example.com:8443"
         empty: list[str] = []
         found = self._take(key, empty, limit, lambda urls: len(urls) <= GATEWAYS_MAX and _are_texts(urls))
+        if found:  # with it comes all of the cryptography, which `bcd status` has no other use for
+            from bettercompute.pki.join_token import check_gateway_url
         for url in found:
             try:
                 check_gateway_url(url)

@@ -42,6 +42,10 @@ RECOVERY_INTERVAL_S = 1.0
 # Room that must be free again before new entries are taken, so that the condition does not flap.
 _HYSTERESIS_BYTES = 1024 * 1024
 
+# Conditions of a node whose journal takes nothing new.
+JOURNAL_FULL = "JournalFull"
+JOURNAL_DISK_FULL = "JournalDiskFull"
+
 T = TypeVar("T")
 
 
@@ -282,7 +286,7 @@ class Journal:
         self._accepting = False
         self._recover_at_ms = self._world.clock.monotonic_ms() + int(RECOVERY_INTERVAL_S * 1000)
         cure = "free space on its disk, or make it writable" if error.disk else "it empties as results are acked"
-        condition = "JournalDiskFull" if error.disk else "JournalFull"
+        condition = JOURNAL_DISK_FULL if error.disk else JOURNAL_FULL
         message = f"{error}: new commands are answered BUSY and new events dropped until there is room; {cure}"
         self._tell(JournalHealth(accepting=False, condition=condition, message=message))
 

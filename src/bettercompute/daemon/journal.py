@@ -14,7 +14,6 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import Any
 
 from bettercompute.daemon import journal_records as records
 from bettercompute.daemon.journal_files import Seal, companions, set_aside
@@ -31,11 +30,13 @@ from bettercompute.daemon.journal_records import (
     ProcessMark,
     Value,
     Write,
+    entry_of,
+    entry_values,
     row_crc,
     weight_bytes,
+    without_acked_update,
 )
 from bettercompute.delivery.commands import CommandState
-from bettercompute.delivery.journal_rules import JournalEntry
 from bettercompute.errors import Unavailable
 from bettercompute.session import effects
 
@@ -74,14 +75,12 @@ class JournalDatabase:
         why = ""
         if any(path.exists() for path in companions(self.path)):
             try:
-                return self._load()
+                return self.check()
             except JournalDamagedError as error:
                 why = str(error)
-            except (sqlite3.Error, OSError) as error:
-                if isinstance(error, OSError) or _code(error) in _UNWRITABLE_AT_OPEN:
-                    self.close()
-                    raise self._unavailable(error) from error
-                why = f"SQLite says: {error}"
+            except Unavailable:
+                self.close()
+                raise
             why = f"{why}; the files were {self.set_aside(stamp)}"
         try:
             return replace(self._create(journal_id=new_journal_id(), birth=new_birth()), set_aside=why)
@@ -93,6 +92,15 @@ class JournalDatabase:
                     path.unlink()
             raise self._unavailable(error) from error
 
+    def check(self) -> JournalContents:
+        """Open a journal that exists and check all of it; raise `JournalDamagedError`, and change nothing."""
+        try:
+            return self._load()
+        except (sqlite3.Error, OSError) as error:
+            if isinstance(error, OSError) or _code(error) in _UNWRITABLE_AT_OPEN:
+                raise self._unavailable(error) from error
+            raise JournalDamagedError(f"SQLite says: {error}") from error
+
     def set_aside(self, stamp: str) -> str:
         """Close the journal and rename its files; return what was done, in words."""
         self.close()
@@ -103,7 +111,7 @@ class JournalDatabase:
         return "set aside as " + (", ".join(path.name for path in moved) or "nothing")
 
     def close(self) -> None:
-        """Close the files; what was promised is on disk already."""
+        """Close the files."""
         self._seal.close()
         if hasattr(self, "_connection"):
             self._connection.close()
@@ -137,7 +145,7 @@ class JournalDatabase:
     def update(self, command_id: str) -> bytes:
         """Return the stored terminal update of a command; empty when there is none."""
         row = self._row("commands", command_id)
-        return b"" if row is None else _entry(row).update
+        return b"" if row is None else entry_of(row).update
 
     def events_after(self, seq: int, *, limit: int, limit_bytes: int) -> list[EventEntry]:
         """Return the events that follow `seq`, as many as fit both limits, but at least one."""
@@ -220,7 +228,7 @@ class JournalDatabase:
             raise JournalDamagedError(f"the last {lost} commits, which were promised, are gone")
         contents = JournalContents(
             meta=meta,
-            commands=tuple(_without_acked_update(_entry(row)) for row in self._rows("commands")),
+            commands=tuple(without_acked_update(entry_of(row)) for row in self._rows("commands")),
             cancelled={str(row[0]): int(row[1]) for row in self._rows("cancelled")},
             processes=tuple(
                 ProcessMark(
@@ -298,7 +306,7 @@ class JournalDatabase:
     def _apply_one(self, write: Write) -> None:
         match write:
             case effects.AcceptCommand(entry, command):
-                self._insert("commands", _values(replace(entry, command=command)))
+                self._insert("commands", entry_values(replace(entry, command=command)))
             case effects.TakeUpCommand(command_id, attempt, process_id, command):
                 taken: dict[str, Value] = {"attempt": attempt, "process_id": process_id, "command": command}
                 self._change("commands", command_id, taken)
@@ -388,21 +396,3 @@ class JournalDatabase:
 
 def _code(error: sqlite3.Error) -> int:
     return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR))
-
-
-def _values(entry: JournalEntry) -> tuple[Value, ...]:
-    return tuple(value if isinstance(value, str | bytes) else int(value) for value in astuple(entry))
-
-
-def _entry(row: tuple[Value, ...]) -> JournalEntry:
-    values: dict[str, Any] = dict(zip((column.name for column in fields(JournalEntry)), row, strict=True))
-    values |= {
-        "state": CommandState(values["state"]),
-        "started": bool(values["started"]),
-        "acked": bool(values["acked"]),
-    }
-    return JournalEntry(**values)
-
-
-def _without_acked_update(entry: JournalEntry) -> JournalEntry:
-    return replace(entry, update=b"") if entry.acked else entry

@@ -7,9 +7,10 @@ column; `row_crc` covers every column of a row and its table's name, because SQL
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import astuple, dataclass, field, fields, replace
+from typing import Any, TypeAlias
 
+from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.journal_rules import JOURNAL_BYTES_MAX, JournalEntry
 from bettercompute.session.effects import AcceptCommand, FinishCommand, JournalWrite
 
@@ -117,6 +118,27 @@ TABLES: dict[str, tuple[str, ...]] = {
     "events": ("seq", "event_id", "event", "recovered"),
     "documents": ("name", "body"),
 }
+
+
+def entry_values(entry: JournalEntry) -> tuple[Value, ...]:
+    """Return an entry as the columns of `commands`."""
+    return tuple(value if isinstance(value, str | bytes) else int(value) for value in astuple(entry))
+
+
+def entry_of(row: tuple[Value, ...]) -> JournalEntry:
+    """Return the entry in a row of `commands`."""
+    values: dict[str, Any] = dict(zip((column.name for column in fields(JournalEntry)), row, strict=True))
+    values |= {
+        "state": CommandState(values["state"]),
+        "started": bool(values["started"]),
+        "acked": bool(values["acked"]),
+    }
+    return JournalEntry(**values)
+
+
+def without_acked_update(entry: JournalEntry) -> JournalEntry:
+    """Return the entry as it is kept in memory: an update that was acked is read from disk when it is asked for."""
+    return replace(entry, update=b"") if entry.acked else entry
 
 
 def row_crc(table: str, values: tuple[Value, ...]) -> int:

@@ -17,12 +17,12 @@ import structlog
 
 from bettercompute import __version__
 from bettercompute.daemon import desired, logs, machine
-from bettercompute.daemon.conditions import Conditions, pressure_jumped
+from bettercompute.daemon.conditions import Conditions, StatusReporter
 from bettercompute.daemon.config import Config, LogSettings
 from bettercompute.daemon.dial import Dial, DialSettings, GatewayLink
 from bettercompute.daemon.driver import Driver
 from bettercompute.daemon.executor import Executor, ExecutorParts
-from bettercompute.daemon.group_commit import Journal, JournalHealth
+from bettercompute.daemon.group_commit import Journal
 from bettercompute.daemon.handlers import REGISTRY, Handler
 from bettercompute.daemon.identity import Identity, IdentityStore
 from bettercompute.daemon.inventory.capabilities import capabilities, drivers
@@ -34,6 +34,7 @@ from bettercompute.daemon.inventory_held import HeldInventory
 from bettercompute.daemon.journal_records import DropProcess, PutDocument
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.daemon.programs import end_left_running, process_space
+from bettercompute.daemon.renewal import Renewal, RenewalParts
 from bettercompute.daemon.shell import NodeShell, Outlook, ShellParts
 from bettercompute.daemon.status import DaemonStatus, StatusServer
 from bettercompute.delivery.commands import CommandState
@@ -44,23 +45,17 @@ from bettercompute.protocol.envelopes import command_update_input
 from bettercompute.protocol.kinds import CommandKind
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.versions import PROTOCOL_VERSION
+from bettercompute.session import clock as session_clock
 from bettercompute.session import daemon_side
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
 from bettercompute.session.effects import DaemonEffect
-from bettercompute.session.inputs import (
-    HandlerFinished,
-    HandlerProgressed,
-    InventoryCollected,
-    JournalRoom,
-    StatusChanged,
-)
+from bettercompute.session.inputs import InventoryCollected
 from bettercompute.world import World
 
 log = structlog.get_logger("bcd")
 
 # How long the first dial waits for the inventory: a Hello without hashes asks for none, and the sections follow late.
 FIRST_COLLECTION_S = 5.0
-PRESSURE_INTERVAL_S = 60.0
 # What an interval is stretched or shortened by at most, so that a fleet's timers do not fire together.
 INTERVAL_JITTER = 0.1
 
@@ -101,9 +96,6 @@ class NodeRound:
         self._parts = parts
         self._journal = journal
         self._boot_id = boot_id
-        self._meter = PressureMeter(parts.root())
-        self._pressure = self._meter.read()
-        self._report_due = False
         self._inventory_interval_s: float | None = None
         """What the desired state says; None: the configuration."""
         record, documents = identity.record, journal.contents.documents
@@ -152,6 +144,7 @@ class NodeRound:
         await asyncio.wait({first_collection}, timeout=FIRST_COLLECTION_S)
         self.desired.enforce()
         state, effects = self._session()
+        self.driver = Driver(state, world=world, journal=journal, shell=self.shell)
         self.executor = Executor(
             ExecutorParts(
                 world=world,
@@ -161,23 +154,31 @@ class NodeRound:
                 space=space,
                 inventory=self.inventory,
                 sign=self._sign,
-                tell=self._told,
+                tell=self.driver.give,
             ),
             self._parts.handlers,
         )
-        self.driver = Driver(state, world=world, journal=journal, shell=self.shell)
         self.shell.driver, self.shell.executor = self.driver, self.executor
         self.driver.on_step = self.shell.stepped
         self.shell.on_outlook = self._outlook_changed
         self.inventory.on_change = lambda _: self.driver.give(InventoryCollected(self.inventory.hashes))
-        self.conditions.changed = self._report_later
-        journal.on_health = self._health_changed
+        reporter = StatusReporter(
+            self.conditions,
+            meter=PressureMeter(self._parts.root()),
+            sections=lambda: self.desired.sections,
+            now_ms=world.clock.now_ms,
+            tell=self.driver.give,
+        )
+        journal.on_health = reporter.journal_health
+        reporter.journal_health(journal.health)
+        reporter.report_soon()
         await self._status.start()
         self._record_start(left=len(left))
         self._tasks = [
             asyncio.create_task(self.driver.run(effects), name="session"),
             asyncio.create_task(self._collect_regularly(first_collection), name="inventory"),
-            asyncio.create_task(self._watch_pressure(), name="pressure"),
+            asyncio.create_task(reporter.watch_pressure(), name="pressure"),
+            asyncio.create_task(self._renewal().run(), name="renewal"),
         ]
 
     async def failed(self) -> None:
@@ -305,8 +306,6 @@ class NodeRound:
         if left:
             log.warning("processes that an earlier bcd left running were ended", process_groups=left)
         self.link.on_serving_ca = self._keep_serving_ca
-        self._health_changed(self._journal.health)
-        self._report_later()
 
     def _keep_serving_ca(self, pem: bytes) -> None:
         keeping = asyncio.ensure_future(self._journal.write(PutDocument(SERVING_CA_DOCUMENT, pem)))
@@ -315,8 +314,32 @@ class NodeRound:
 
     # What happens while it lives.
 
-    def _told(self, told: HandlerFinished | HandlerProgressed) -> None:
-        self.driver.give(told)
+    def _renewal(self) -> Renewal:
+        parts = self._parts
+        return Renewal(
+            RenewalParts(
+                world=parts.world,
+                link=self.link,
+                identities=parts.identities,
+                machine=machine.read_machine(parts.root()),
+                load_identity=self.load_identity,
+                server_time_ms=self._proof_time_ms,
+                renewed=self._renewed,
+            )
+        )
+
+    def _proof_time_ms(self, refusal_server_time_ms: int | None) -> int:
+        return session_clock.proof_time(
+            self.driver.state.clock,
+            refusal_server_time_ms=refusal_server_time_ms,
+            now_ms=self._parts.world.clock.monotonic_ms(),
+        )
+
+    def _renewed(self, identity: Identity) -> None:
+        self.identity = identity
+        self.driver.record_event("certificate.renewed", json.dumps({"serial": identity.record.certificate_serial}))
+        self.link.close()
+        self.shell.redial("renewed", "the certificate was renewed: dialing under the new one")
 
     def _sign(
         self, kind: CommandKind, command_id: str, state: CommandState, result: bytes
@@ -339,37 +362,6 @@ class NodeRound:
         self._parts.notifier.status(
             f"connected to {self.link.url}" if outlook.state == "connected" else f"{outlook.state}: {outlook.reason}"
         )
-
-    def _health_changed(self, health: JournalHealth) -> None:
-        for name in ("JournalFull", "JournalDiskFull"):
-            self.conditions.set(name, holds=name == health.condition, reason="no-room", message=health.message)
-        if health.accepting != (not self.driver.state.journal_full):
-            log.warning(health.message or "the journal has room again")
-        self.driver.give(JournalRoom(full=not health.accepting))
-
-    def _report_later(self) -> None:
-        """Report the status once, however many things change in this turn of the loop."""
-        if not self._report_due:
-            self._report_due = True
-            asyncio.get_running_loop().call_soon(self._report)
-
-    def _report(self) -> None:
-        self._report_due = False
-        report = messages.StatusReport(
-            sections=self.desired.sections,
-            conditions=self.conditions.reported(),
-            pressure=self._pressure,
-            at_ms=self._parts.world.clock.now_ms(),
-        )
-        self.driver.give(StatusChanged(report))
-
-    async def _watch_pressure(self) -> None:
-        while True:
-            await asyncio.sleep(PRESSURE_INTERVAL_S)
-            now = self._meter.read()
-            if pressure_jumped(self._pressure, now):
-                self._pressure = now
-                self._report_later()
 
     async def _collect_regularly(self, first: asyncio.Task[None]) -> None:
         await first

@@ -24,17 +24,26 @@ from bettercompute.pki import trust
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import decode_message, encode_message
 from bettercompute.protocol.limits import HELLO_NONCE_BYTES
-from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER, Status, parse_pushback
+from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER, Reason, Status, parse_pushback
 from bettercompute.session import effects
 from bettercompute.session.daemon_state import Advertised, Phase
 from bettercompute.session.effects import DaemonEffect
 from bettercompute.session.inputs import DaemonInput, DaemonTick, Dialed, ServerFrameReceived, StreamEnded, TrustHeld
-from bettercompute.transport.streams import CallEnded
+from bettercompute.transport.streams import CallEnded, DialKind
 from bettercompute.world import World
 
 log = structlog.get_logger("bcd.session")
 
 TRUST_REFUSED = "TrustBundleRefused"
+NEEDS_REJOIN = "NeedsRejoin"
+
+# Endings after which no waiting helps: this identity is of no use any more.
+_IDENTITY_LOST = frozenset(
+    {
+        *(Reason.REVOKED, Reason.QUARANTINED, Reason.CERTIFICATE_EXPIRED, Reason.OLD_GENERATION),
+        *(Reason.SUPERSEDED_CERTIFICATE, Reason.NOT_JOINED, DialKind.CERTIFICATE_EXPIRED),
+    }
+)
 
 # How long the gateway may take to see the end of a stream that closes in order.
 CLOSE_TIMEOUT_S = 2.0
@@ -142,10 +151,16 @@ class NodeShell:
                 session=self.driver.state.session_id,
             )
             self._look(state="connected")
+            self._parts.conditions.set(NEEDS_REJOIN, holds=False)
 
     def dial_now(self) -> None:
         """Cut a wait short: an operator asked, or the configuration changed."""
         self._skip_wait.set()
+
+    def redial(self, reason: str, message: str) -> None:
+        """End the stream, if there is one, so that the next one is dialed under what has changed."""
+        if self._stream is not None:
+            self._ended(self._stream, reason=reason, message=message)
 
     async def close(self) -> None:
         """End the stream in order, so that the gateway sees a farewell and not a loss."""
@@ -240,6 +255,10 @@ class NodeShell:
         self, *, status: Status | None = None, reason: str = "", pushback_ms: int | None = None, message: str = ""
     ) -> None:
         self._look(state="waiting", reason=message or "the gateway ended the session", code=reason)
+        if reason in _IDENTITY_LOST:
+            cure = "re-join this machine with a new token: `bcd rejoin`"
+            log.error("NEEDS_REJOIN", why=message, cure=cure)
+            self._parts.conditions.set(NEEDS_REJOIN, holds=True, reason=reason, message=f"{message}; {cure}")
         self.driver.give(
             StreamEnded(
                 drawn=min(self._parts.world.dice.uniform(0, 1), 1 - 1e-9),

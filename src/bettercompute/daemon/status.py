@@ -65,6 +65,11 @@ class DaemonStatus:
     """SHA-256 by section, hexadecimal."""
 
     @property
+    def needs_rejoin(self) -> bool:
+        """Whether only a new join token helps."""
+        return any(condition.type == "NeedsRejoin" for condition in self.conditions)
+
+    @property
     def connected(self) -> bool:
         """Whether a gateway has welcomed this daemon and is still heard."""
         return self.state == "connected"

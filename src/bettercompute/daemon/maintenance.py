@@ -1,0 +1,123 @@
+"""What an operator does to a node that is stopped: join it, check its journal, reset its clock.
+
+Each takes the state folder's lock, so that it never works under a running daemon's hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bettercompute import __version__
+from bettercompute.daemon import machine
+from bettercompute.daemon.config import Config
+from bettercompute.daemon.identity import Identity, IdentityStore
+from bettercompute.daemon.inventory.host import HostRoot
+from bettercompute.daemon.join import Dial, JoinSettings, join
+from bettercompute.daemon.journal import JournalDatabase
+from bettercompute.daemon.journal_files import FolderLock, prepare_folder
+from bettercompute.daemon.journal_records import JournalDamagedError
+from bettercompute.errors import Refused
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.session.effects import StoreTime
+from bettercompute.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """A join as it was asked for."""
+
+    config: Config
+    token: str = field(repr=False)
+    role: str
+    node_id: str
+    rejoin: bool
+    environment: Mapping[str, str]
+    world: World
+    dial: Dial | None = None
+
+
+async def join_here(joining: Joining) -> Identity:
+    """Join this machine and return its identity."""
+    config, root = joining.config, HostRoot.live()
+    with _locked(config.state_dir, make=True):
+        settings = JoinSettings(
+            token=joining.token,
+            daemon_version=__version__,
+            role=joining.role,
+            node_id=joining.node_id,
+            hardware=machine.hardware_claims(root, boot_id=machine.read_boot_id(root, config.reboot.boot_id_file)),
+            machine=machine.read_machine(root),
+            gateway_url=config.gateway_url,
+            server_name=config.gateway_server_name or None,
+            environment=joining.environment,
+            rejoin=joining.rejoin,
+        )
+        return await join(IdentityStore(config.state_dir), settings, world=joining.world, dial=joining.dial)
+
+
+def check_journal(state_dir: Path) -> dict[str, object]:
+    """Read the whole journal and return what it holds, or what is wrong with it, without changing anything."""
+    with _locked(state_dir):
+        database = JournalDatabase(state_dir)
+        if not database.path.exists():
+            raise refuse(Reason.INVALID_CONFIG, f"{database.path} does not exist: this node has not run yet")
+        try:
+            contents = database.check()
+        except JournalDamagedError as damage:
+            return {"sound": False, "file": str(database.path), "why": str(damage)}
+        finally:
+            database.close()
+        unfinished = sum(1 for entry in contents.commands if not entry.done)
+        return {
+            "sound": True,
+            "file": str(database.path),
+            "journal_id": contents.meta.journal_id,
+            "commands": contents.meta.commands,
+            "unfinished_commands": unfinished,
+            "results_not_acked": sum(1 for entry in contents.commands if entry.done and not entry.acked),
+            "events_not_acked": contents.meta.events,
+            "bytes": database.path.stat().st_size,
+        }
+
+
+def reset_clock(state_dir: Path, *, world: World) -> tuple[int, int]:
+    """Make the host's clock the node's server time, also backwards; return what it was and what it is now."""
+    with _locked(state_dir):
+        identities, now_ms = IdentityStore(state_dir), world.clock.now_ms()
+        identity = identities.load()
+        if identity is None:
+            raise refuse(Reason.NOT_JOINED, f"{state_dir} holds no identity: there is no clock to reset")
+        was_ms = identity.record.server_time_mark_ms
+        database = JournalDatabase(state_dir)
+        if database.path.exists():
+            try:
+                was_ms = max(was_ms, database.check().meta.time_mark_ms)
+                database.apply([StoreTime(now_ms, now_ms)])
+            except JournalDamagedError as damage:
+                raise _damaged(database, damage) from damage
+            finally:
+                database.close()
+        identities.reset_clock(server_time_ms=now_ms)
+        return was_ms, now_ms
+
+
+def _damaged(database: JournalDatabase, damage: JournalDamagedError) -> Refused:
+    return refuse(
+        Reason.INVALID_CONFIG,
+        f"{database.path} is damaged ({damage}): start `bcd node`, which sets it aside, and stop it",
+    )
+
+
+@contextmanager
+def _locked(state_dir: Path, *, make: bool = False) -> Iterator[None]:
+    if not make and not state_dir.exists():
+        raise refuse(Reason.INVALID_CONFIG, f"state_dir {state_dir} does not exist: this node has not joined yet")
+    prepare_folder(state_dir)
+    lock = FolderLock.take(state_dir)
+    try:
+        yield
+    finally:
+        lock.release()
