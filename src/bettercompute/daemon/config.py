@@ -158,14 +158,16 @@ class _Reader:
         limit = f"must be a URL, or a list of at most {GATEWAYS_MAX}, as in https://gateway.example.com:8443"
         empty: list[str] = []
         found = self._take(key, empty, limit, lambda urls: len(urls) <= GATEWAYS_MAX and _are_texts(urls))
-        if found:  # with it comes all of the cryptography, which `bcd status` has no other use for
-            from bettercompute.pki.join_token import check_gateway_url
-        for url in found:
-            try:
-                check_gateway_url(url)
-            except Refused as refusal:
-                raise _wrong(self._path, f"{key}: {refusal.message}") from None
-        return tuple(found)
+        return tuple(self._checked_url(key, url) for url in found)
+
+    def _checked_url(self, key: str, url: str) -> str:
+        # Imported late: with it comes all of the cryptography, which `bcd status` has no other use for.
+        from bettercompute.pki.join_token import check_gateway_url
+
+        try:
+            return check_gateway_url(url)
+        except Refused as refusal:
+            raise _wrong(self._path, f"{key}: {refusal.message}") from None
 
     def refuse_unknown(self) -> None:
         for key in self._values:
