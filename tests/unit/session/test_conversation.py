@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.session.world_in_memory import World
 
 from bettercompute.delivery.commands import CommandState
 from bettercompute.protocol import messages
 from bettercompute.session import inputs
+from tests.unit.session.world_in_memory import World
 
 
 def states(world: World) -> dict[str, str]:

@@ -596,9 +596,9 @@ class World:
                 self.tell_daemon(inputs.JournalRenewed(self.journal.journal_id, self.journal.last_event_seq))
             case effects.SendEvents(session_id, journal_id, after_seq, through_seq):
                 batch = [self.journal.events[seq] for seq in range(after_seq + 1, through_seq + 1)]
-                frame = messages.EventBatch(journal_id=journal_id, events=batch)
+                events = messages.EventBatch(journal_id=journal_id, events=batch)
                 if self.stream_open:
-                    self.up.append(messages.AgentFrame(events=frame))
+                    self.up.append(messages.AgentFrame(events=events))
                 self.tell_daemon(inputs.EventsSent(session_id, through_seq))
             case effects.ResendResult(command_id):
                 update = messages.CommandUpdate.FromString(self.journal.entries[command_id].update)
