@@ -158,9 +158,10 @@ def _parser() -> argparse.ArgumentParser:
     ):
         joining = _command(commands, name, join, help_)
         joining.set_defaults(rejoin=rejoin)
-        token = joining.add_mutually_exclusive_group(required=True)
-        token.add_argument("--token", metavar="TOKEN", help="the join token; others see it in the process list")
-        token.add_argument("--token-file", metavar="FILE", help="the file that holds it; - is standard input")
+        token = joining.add_mutually_exclusive_group()
+        token.add_argument("word", nargs="?", metavar="TOKEN", help="the join token; others see it in the process list")
+        token.add_argument("--token", metavar="TOKEN", help="the same")
+        token.add_argument("--token-file", metavar="FILE", help="the file that holds it (default: standard input)")
         joining.add_argument("--role", default="node", help="what this machine is (default: node)")
         joining.add_argument("--node-id", default="", metavar="ID", help="the name asked for (default: the token's)")
         joining.add_argument("--json", action="store_true", help="print JSON")
@@ -219,12 +220,17 @@ def _config(options: argparse.Namespace) -> Config:
 def _token(options: argparse.Namespace) -> str:
     from bettercompute.protocol.statuses import Reason, refuse
 
-    if options.token is not None:
-        return str(options.token).strip()
+    given = options.token if options.word is None else options.word
+    if given is not None:
+        return str(given).strip()
+    if options.token_file is None:
+        if sys.stdin.isatty():
+            _note("paste the token that `better-compute token create` printed, then press Enter")
+            return sys.stdin.readline(TOKEN_BYTES_MAX).strip()
+        return sys.stdin.read(TOKEN_BYTES_MAX).strip()
     try:
-        if options.token_file == "-":  # noqa: S105 - a name, no secret
-            return sys.stdin.read(TOKEN_BYTES_MAX).strip()
-        return Path(options.token_file).read_text(encoding="utf-8").strip()
+        with Path(options.token_file).open(encoding="utf-8") as file:
+            return file.read(TOKEN_BYTES_MAX).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(Reason.BAD_REQUEST, f"--token-file {options.token_file} cannot be read: {error}") from None
 
