@@ -129,7 +129,7 @@ def _show(client: ApiClient, commands: list[dict[str, Any]]) -> None:
                 describe_cpu(inventory.get("cpu", {})),
                 describe_bytes(inventory.get("memory", {}).get("total_bytes", 0)),
                 disks,
-                inventory.get("system", {}).get("kernel_release", "-"),
+                inventory.get("software", {}).get("kernel_release", "-"),
             )
         )
     columns = ("node", "state", "inventory.refresh", "cpu", "memory", "disks", "kernel")

@@ -102,9 +102,11 @@ def print_inventory(inventory: dict[str, Any]) -> None:
 
 
 def describe_cpu(cpu: dict[str, Any]) -> str:
-    """Return the CPU in a few words: the model and how many threads."""
-    threads = cpu.get("logical_cpus") or cpu.get("threads") or "?"
-    return f"{cpu.get('model_name') or cpu.get('model') or 'unknown model'}, {threads} threads"
+    """Return the processors in a few words: how many sockets of which model, and how many threads."""
+    sockets = cpu.get("sockets", ())
+    model = sockets[0].get("model_name", "unknown model") if sockets else "unknown model"
+    times = f"{len(sockets)} x " if len(sockets) > 1 else ""
+    return f"{times}{model}, {cpu.get('online', '?')} threads"
 
 
 def describe_disk(disk: dict[str, Any]) -> str:

@@ -18,7 +18,8 @@ import bettercompute
 from bettercompute.api.app import create_app
 from bettercompute.api.context import ApiContext, JoinEndpoint
 from bettercompute.api.finished import FinishedFeed
-from bettercompute.controllers.worker import Worker, WorkerConfig
+from bettercompute.controllers.retention import Keep
+from bettercompute.controllers.worker import Worker
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.gateway.gateway import Gateway
 from bettercompute.pki.keyfiles import KeyFolder
@@ -79,7 +80,7 @@ async def control_plane(config: Config, *, dsn: str, roles: frozenset[Role], wor
         stack.push_async_callback(database.close)
         await publish_trust(database, keys=keys, installation=installation, world=world)
         if Role.WORKER in roles:
-            await _start_worker(stack, config, database=database, dsn=dsn, world=world)
+            _start_worker(stack, config, database=database, world=world)
         gateway_url = None
         if Role.GATEWAY in roles:
             services = JoinService(database, keys=keys, installation=installation, world=world)
@@ -96,12 +97,13 @@ async def control_plane(config: Config, *, dsn: str, roles: frozenset[Role], wor
         _log.info("stopping")
 
 
-async def _start_worker(
-    stack: contextlib.AsyncExitStack, config: Config, *, database: Database, dsn: str, world: World
-) -> None:
-    retention_ms = config.worker.command_retention_days * DAY_MS
-    worker = Worker(database, dsn=dsn, config=WorkerConfig(retention_ms=retention_ms), world=world)
-    await worker.start()
+def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database: Database, world: World) -> None:
+    keep_ms = config.worker.command_retention_days * DAY_MS
+    holder = f"worker-{world.ids.random_bytes(4).hex()}"
+    worker = Worker(
+        database, world=world, holder=holder, keep=Keep(commands_ms=keep_ms, outbox_ms=keep_ms, events_ms=keep_ms)
+    )
+    worker.start()
     stack.push_async_callback(worker.stop)
 
 

@@ -163,7 +163,7 @@ async def _join(node: DevNode, running: Running) -> None:
     if (node.config_path.parent / "state" / "identity.json").exists():
         return
     token = await _token_for(running, node_id=node.node_id)
-    process = await _start(node, "join", stdin=asyncio.subprocess.PIPE)
+    process = await _start(node, "join", "--token-file", "-", stdin=asyncio.subprocess.PIPE)
     try:
         await asyncio.wait_for(process.communicate(token.encode()), JOIN_S)
     except TimeoutError:
@@ -182,8 +182,8 @@ async def _token_for(running: Running, *, node_id: str) -> str:
     return str(answer.json()["token"])
 
 
-async def _start(node: DevNode, command: str, *, stdin: int = asyncio.subprocess.DEVNULL) -> asyncio.subprocess.Process:
-    bcd = [sys.executable, "-m", "bettercompute.cli.bcd", command, "--config", str(node.config_path)]
+async def _start(node: DevNode, *command: str, stdin: int = asyncio.subprocess.DEVNULL) -> asyncio.subprocess.Process:
+    bcd = [sys.executable, "-m", "bettercompute.cli.bcd", *command, "--config", str(node.config_path)]
     with node.log_path.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid())),
