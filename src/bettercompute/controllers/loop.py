@@ -1,7 +1,8 @@
 """The one loop that every controller runs in: level-triggered, run periodically and when poked, with the same bounds.
 
-A controller takes no input: it reads what is, decides (a pure function), and writes with guards, so that a run too many
-changes nothing and a missed poke costs at most one interval. Several workers may run the same controller at once.
+A controller takes no input: it reads what is, decides (a pure function), and writes with guards, so that a run too
+many changes nothing and a missed poke costs at most one interval. Several workers may run the same controller at
+once.
 """
 
 from __future__ import annotations

@@ -1,0 +1,74 @@
+"""The controllers of a worker process, poked by the database's notifications."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from bettercompute.controllers import outbox
+from bettercompute.controllers.expiry import ExpiryController
+from bettercompute.controllers.liveness import LivenessController
+from bettercompute.controllers.loop import Controllers
+from bettercompute.controllers.outbox import OutboxController
+from bettercompute.controllers.retention import DEFAULT_KEEP, Keep, RetentionController
+from bettercompute.errors import BetterComputeError
+from bettercompute.store import channels
+from bettercompute.store.database import Database, DedicatedConnection
+from bettercompute.world import World
+
+log = structlog.get_logger("bettercompute.controllers")
+
+RECONNECT_S = 2.0
+PROBE_S = 20.0
+
+
+class Worker:
+    """All controllers, started and stopped together."""
+
+    def __init__(self, database: Database, *, world: World, holder: str, keep: Keep = DEFAULT_KEEP) -> None:
+        """Put them together; `holder` names this process in what they leave behind."""
+        self._database = database
+        self._world = world
+        self._holder = holder
+        self._listening: asyncio.Task[None] | None = None
+        self.controllers = Controllers(
+            [
+                OutboxController(database),
+                ExpiryController(database, world=world),
+                LivenessController(database, world=world, holder=holder),
+                RetentionController(database, keep=keep),
+            ],
+            world=world,
+        )
+
+    def start(self) -> None:
+        """Start every controller."""
+        self.controllers.start()
+        self._listening = asyncio.create_task(self._listen(), name="controllers-notifications")
+
+    async def stop(self) -> None:
+        """Stop every controller."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+        await self.controllers.stop()
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                connection = await DedicatedConnection.open(
+                    self._database.dsn, application_name=f"{self._holder} controllers"
+                )
+                try:
+                    await connection.listen(channels.OUTBOX, lambda _: self.controllers.poke(outbox.NAME))
+                    while not connection.lost.is_set():
+                        try:
+                            await asyncio.wait_for(connection.lost.wait(), PROBE_S)
+                        except TimeoutError:
+                            await asyncio.wait_for(connection.query("SELECT 1"), PROBE_S)
+                finally:
+                    await connection.close()
+            except (BetterComputeError, TimeoutError) as error:
+                log.warning("notifications are away: controllers poll", error=str(error))
+            await asyncio.sleep(self._world.dice.uniform(0, RECONNECT_S))

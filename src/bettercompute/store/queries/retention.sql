@@ -1,0 +1,37 @@
+-- What is removed when it has been kept long enough, in batches small enough not to be noticed.
+
+-- name: retention.commands
+-- other: retention of what has ended
+WITH locked AS MATERIALIZED (
+  SELECT c.id FROM commands c
+  WHERE c.finished_at < compute_now() - ms(:older_than_ms)
+  ORDER BY c.id LIMIT :batch_size
+  FOR UPDATE SKIP LOCKED
+), output AS (
+  DELETE FROM command_output o USING locked WHERE o.command_id = locked.id
+)
+DELETE FROM commands c USING locked WHERE c.id = locked.id
+RETURNING c.id;
+
+-- name: retention.outbox
+-- other: retention of what has been published
+WITH locked AS MATERIALIZED (
+  SELECT o.id FROM outbox o
+  WHERE o.created_at < compute_now() - ms(:older_than_ms) AND o.position IS NOT NULL
+  ORDER BY o.id LIMIT :batch_size
+  FOR UPDATE SKIP LOCKED
+)
+DELETE FROM outbox o USING locked WHERE o.id = locked.id
+RETURNING o.id;
+
+-- name: retention.events
+-- other: retention; the ack in node_sessions says how far a journal had come
+WITH locked AS MATERIALIZED (
+  SELECT e.node_id, e.journal_id, e.seq FROM node_events e
+  WHERE e.received_at < compute_now() - ms(:older_than_ms)
+  ORDER BY e.node_id, e.journal_id, e.seq LIMIT :batch_size
+  FOR UPDATE SKIP LOCKED
+)
+DELETE FROM node_events e USING locked
+WHERE e.node_id = locked.node_id AND e.journal_id = locked.journal_id AND e.seq = locked.seq
+RETURNING e.seq;

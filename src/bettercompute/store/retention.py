@@ -1,0 +1,20 @@
+"""What is removed when it has been kept long enough: ended commands, published events, node events."""
+
+from __future__ import annotations
+
+from bettercompute.store.database import Queries
+
+
+async def delete_commands(queries: Queries, *, older_than_ms: int, batch_size: int) -> int:
+    """Remove commands that ended long ago, with their output; return how many."""
+    return len(await queries.fetch("retention.commands", older_than_ms=older_than_ms, batch_size=batch_size))
+
+
+async def delete_outbox(queries: Queries, *, older_than_ms: int, batch_size: int) -> int:
+    """Remove published events; return how many."""
+    return len(await queries.fetch("retention.outbox", older_than_ms=older_than_ms, batch_size=batch_size))
+
+
+async def delete_events(queries: Queries, *, older_than_ms: int, batch_size: int) -> int:
+    """Remove events that nodes reported long ago; return how many."""
+    return len(await queries.fetch("retention.events", older_than_ms=older_than_ms, batch_size=batch_size))
