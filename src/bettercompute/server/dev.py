@@ -163,7 +163,7 @@ async def _join(node: DevNode, running: Running) -> None:
     if (node.config_path.parent / "state" / "identity.json").exists():
         return
     token = await _token_for(running, node_id=node.node_id)
-    process = await _start(node, "join", "--token-file", "-", stdin=asyncio.subprocess.PIPE)
+    process = await _start(node, "join", stdin=asyncio.subprocess.PIPE)
     try:
         await asyncio.wait_for(process.communicate(token.encode()), JOIN_S)
     except TimeoutError:
