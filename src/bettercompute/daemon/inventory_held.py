@@ -7,6 +7,8 @@ it a little; a machine whose collectors hang says Hello without, and what was fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -42,6 +44,7 @@ class HeldInventory:
         if facts is not None:
             found[facts.name] = facts
         await self.hold(changed_sections(self.sections, found))
+        _give_memory_back()
 
     async def hold(self, changed: Mapping[str, CanonicalSection]) -> None:
         """Hold these sections from now on, and tell which they are."""
@@ -64,3 +67,9 @@ class HeldInventory:
             for name in names
             if name in self.sections
         ]
+
+
+def _give_memory_back() -> None:
+    """Return to the kernel what a collection held: package databases alone are a quarter of an idle daemon's size."""
+    with contextlib.suppress(AttributeError):  # a C library that is not GNU's does it by itself
+        ctypes.CDLL(None).malloc_trim(0)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from google.protobuf.message import Message
 
 from bettercompute.daemon.config import Config
 from bettercompute.daemon.identity import IdentityStore, Issued, Machine, Purpose
 from bettercompute.pki import certificates, trust
+from bettercompute.pki.certificates import Authority
 from bettercompute.pki.identity import NodeIdentity
 from bettercompute.pki.trust import TrustContent
 from bettercompute.protocol import messages, service
@@ -25,33 +28,54 @@ NODE_ID = "n1"
 TIMEOUT_S = 30
 
 
-def join(config: Config) -> None:
+@dataclass(frozen=True)
+class ControlPlane:
+    """The keys that issue a node's identity."""
+
+    node_ca: Authority
+    signing: ec.EllipticCurvePrivateKey
+
+
+def control_plane() -> ControlPlane:
+    """Make keys as `pki init` does."""
+    return ControlPlane(
+        node_ca=certificates.make_node_ca(serial=bytes(16), now_ms=system_world().clock.now_ms()),
+        signing=certificates.generate_key(),
+    )
+
+
+def join(
+    config: Config,
+    *,
+    keys: ControlPlane | None = None,
+    gateway_urls: tuple[str, ...] = ("https://gw-a:443", "https://gw-b:443"),
+    serving_ca_pin: str = "ab" * 32,
+) -> None:
     """Put an identity into the state folder, as a Join would."""
     now_ms = system_world().clock.now_ms()
-    signing = certificates.generate_key()
-    node_ca = certificates.make_node_ca(serial=bytes(16), now_ms=now_ms)
+    keys = keys or control_plane()
     config.state_dir.mkdir(parents=True, exist_ok=True)
     store = IdentityStore(config.state_dir)
     request = store.pending(Purpose.JOIN, label="t")
     content = TrustContent(
         trust_domain="bc.local",
         command_roots=(),
-        join_signing_keys=(signing.public_key(),),
-        join_encryption_keys=(signing.public_key(),),
-        serving_ca_pins=("ab" * 32,),
+        join_signing_keys=(keys.signing.public_key(),),
+        join_encryption_keys=(keys.signing.public_key(),),
+        serving_ca_pins=(serving_ca_pin,),
     )
     leaf = certificates.make_node_leaf(
-        node_ca,
+        keys.node_ca,
         public_key=certificates.check_csr(request.csr_der),
         identity=NodeIdentity(trust_domain="bc.local", site="default", node_id=NODE_ID, role="node"),
         serial=bytes(15) + b"\1",
         now_ms=now_ms,
     )
     issued = Issued(
-        chain_der=(leaf.public_bytes(Encoding.DER), node_ca.certificate.public_bytes(Encoding.DER)),
-        trust=trust.sign(content, version=1, key=signing, now_ms=now_ms),
+        chain_der=(leaf.public_bytes(Encoding.DER), keys.node_ca.certificate.public_bytes(Encoding.DER)),
+        trust=trust.sign(content, version=1, key=keys.signing, now_ms=now_ms),
         identity_generation=1,
-        gateway_urls=("https://gw-a:443", "https://gw-b:443"),
+        gateway_urls=gateway_urls,
         server_time_ms=now_ms,
     )
     store.install(Purpose.JOIN, request, issued, machine=Machine())
@@ -154,7 +178,7 @@ class FakeGateway:
     """Takes streams; `session` gives them out one after the other."""
 
     def __init__(self) -> None:
-        self.server = MemoryServer(self._handle, world=system_world())
+        self.server = MemoryServer(self.handle, world=system_world())
         self.targets: list[DialTarget] = []
         self.connections: list[MemoryConnection] = []
         self.fail: Exception | None = None
@@ -172,7 +196,8 @@ class FakeGateway:
         """Return the next stream, its Hello read."""
         return await asyncio.wait_for(self._sessions.get(), TIMEOUT_S)
 
-    async def _handle(self, call: ServerCall) -> None:
+    async def handle(self, call: ServerCall) -> None:
+        """Serve one Session stream."""
         assert call.path == service.SESSION
         first = await call.receive()
         assert first is not None

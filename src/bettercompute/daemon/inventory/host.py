@@ -104,6 +104,13 @@ def _ipv4_addresses() -> Sequence[InterfaceAddress]:
 
 
 def _load_nvml() -> Any:
+    # Looked for first: `pynvml` takes 10 MB, which a daemon without a driver would carry for nothing.
+    import ctypes
+
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError as error:
+        raise ImportError(str(error)) from None
     import pynvml
 
     return pynvml
