@@ -257,7 +257,9 @@ def test_a_leaf_by_hand_without_a_flaw_is_believed(node_ca):
         {"key": ed25519.Ed25519PrivateKey.generate()},
         {"key": rsa.generate_private_key(65537, 2048)},
     ],
-    ids=str,
+    ids=lambda flaw: "-".join(
+        f"{name}={value if name != 'key' else type(value).__name__}" for name, value in flaw.items()
+    ),
 )
 def test_a_leaf_with_a_flaw_is_refused(node_ca, flaw):
     refused(der(replace(Recipe(), **flaw).make(node_ca)), node_ca, why="the certificate is refused")

@@ -292,7 +292,7 @@ def test_a_node_without_a_clock_may_join():
         ("ECDH-ES+A256KW", "A128CBC-HS256", ECKey.import_key(KEY.public_key())),
         ("ECDH-ES+A256KW", "A256GCM", ECKey.generate_key("P-384")),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_the_library_would_take_is_refused(alg, enc, key):
     header = {"alg": alg, "enc": enc, "typ": "bcjoin+jwe"}
