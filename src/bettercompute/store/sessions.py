@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bettercompute import telemetry
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.desired_state import StoredSpec
 from bettercompute.errors import Unavailable
@@ -300,6 +301,7 @@ async def refuse_hello(
         lease_token=lease.token,
         reset_duplicates=writes.reset_duplicates,
         revocation_reason=None if revoke is None else revoke.reason,
+        quarantine_event=telemetry.EVENT_NODE_QUARANTINED,
         revoked_generation=0 if revoke is None else revoke.generation,
         **_condition_arguments(writes.conditions),
         **_outbox_arguments(outbox),

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.contract.gateway.rig import WAIT_S, Rig, Services, make_gateway, make_world
 
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.pki import certificates
 from bettercompute.store.database import Database
 from bettercompute.transport.memory import MemoryServer
+from tests.contract.gateway.rig import WAIT_S, Rig, Services, make_gateway, make_world
 
 
 @pytest.fixture(scope="session")

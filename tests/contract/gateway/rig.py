@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cryptography.hazmat.primitives.serialization import Encoding
-from tests.contract.gateway import seed
 
 from bettercompute.errors import Unavailable
 from bettercompute.gateway.config import GatewayConfig
@@ -21,6 +20,7 @@ from bettercompute.system import system_world
 from bettercompute.transport.calls import ClientCall
 from bettercompute.transport.memory import MemoryConnection, MemoryServer
 from bettercompute.world import World
+from tests.contract.gateway import seed
 
 WAIT_S = 10.0
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from tests.contract.gateway import seed
 
 from bettercompute.delivery.commands import CommandState
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
+from tests.contract.gateway import seed
 
 
 async def test_hello_is_welcomed_and_the_row_says_so(rig):

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 
 import pytest
-from tests.contract.gateway import seed
 
 from bettercompute.delivery.commands import FACT_MERGE, CommandState, Merge
 from bettercompute.delivery.facts import EventRecord
@@ -14,6 +13,7 @@ from bettercompute.protocol import messages
 from bettercompute.session.gateway_side import DispatchDemand, LaneDemand
 from bettercompute.store import delivery
 from bettercompute.store.sessions import SessionKey
+from tests.contract.gateway import seed
 
 KEY = SessionKey(node_id="node-a", session_id="session-a", epoch=7)
 _NUMBERS = itertools.count(1)

@@ -174,7 +174,7 @@ WITH allowed AS MATERIALIZED (
 ), told AS (
   INSERT INTO outbox (id, type, node_id, payload)
   SELECT u.id, u.type, allowed.node_id,
-    CASE WHEN u.payload::jsonb ? 'serials' THEN jsonb_set(u.payload::jsonb, '{serials}', serials.list)
+    CASE WHEN u.type = :quarantine_event THEN u.payload::jsonb || jsonb_build_object('serials', serials.list)
          ELSE u.payload::jsonb END
   FROM allowed, serials,
     unnest(:outbox_ids::text[], :outbox_types::text[], :outbox_payloads::text[]) AS u (id, type, payload)
