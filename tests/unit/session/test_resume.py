@@ -54,7 +54,7 @@ def cases() -> Iterator[Case]:
         roles = flags if flavour == "kexec" else [False]
         versions = flags if flavour == "upgrade" else [False]
         for values in product(states, [1, 3], flags, roles, versions, *([flags] * 7)):
-            yield Case(flavour, *values)
+            yield Case(flavour, *values)  # type: ignore[arg-type]  # product() forgets the types
 
 
 def settle(case: Case) -> Settled:
