@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.fake_gateway import FakeGateway, FakeSession, join, state_config
 
 from bettercompute.daemon import group_commit
 from bettercompute.daemon.agent import Agent
@@ -27,6 +26,7 @@ from bettercompute.errors import Refused, Unavailable
 from bettercompute.protocol import messages
 from bettercompute.system import system_world
 from bettercompute.transport.calls import DialFailed, DialKind
+from tests.unit.daemon.fake_gateway import FakeGateway, FakeSession, join, state_config
 
 TERMINAL = (CommandState.SUCCEEDED, CommandState.FAILED, CommandState.CANCELLED)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.journal_samples import SMALL
 
 from bettercompute.daemon import executor as executor_module
 from bettercompute.daemon.executor import Executor, ExecutorParts, Told
@@ -24,6 +23,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import pack_payload
 from bettercompute.session.inputs import HandlerFinished, HandlerProgressed
 from bettercompute.system import system_world
+from tests.unit.daemon.journal_samples import SMALL
 
 
 @dataclass

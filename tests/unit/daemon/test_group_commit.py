@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.journal_samples import SMALL, accept, event
 
 from bettercompute.daemon import group_commit
 from bettercompute.daemon.group_commit import Journal, JournalHealth
@@ -18,6 +17,7 @@ from bettercompute.delivery.commands import CommandState
 from bettercompute.errors import Unavailable
 from bettercompute.session.effects import FinishCommand, ForgetCommands
 from bettercompute.system import system_world
+from tests.unit.daemon.journal_samples import SMALL, accept, event
 
 
 class StubbornDisk(JournalDatabase):

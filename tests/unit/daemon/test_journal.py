@@ -14,7 +14,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.journal_samples import SMALL, accept, entry, event, open_journal, story
 
 from bettercompute.daemon.journal_files import companions
 from bettercompute.daemon.journal_records import (
@@ -45,6 +44,7 @@ from bettercompute.session.effects import (
     StoreTime,
     TakeUpCommand,
 )
+from tests.unit.daemon.journal_samples import SMALL, accept, entry, event, open_journal, story
 
 
 def state_of(folder: Path):
