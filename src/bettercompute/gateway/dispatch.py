@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from bettercompute.gateway.session import LiveSession
 from bettercompute.protocol.statuses import Reason
 from bettercompute.session import gateway_side
 from bettercompute.session.effects import PutBack
+from bettercompute.session.gateway_state import DispatchDemand
 from bettercompute.session.inputs import CancelRequested, CommandsMarked, PutBackCommitted, SpecPublished
 from bettercompute.store import delivery, sessions
 from bettercompute.store.database import Conflict, Database
@@ -80,6 +82,11 @@ class Dispatcher:
         if self._registry.get(node_id) is not None:
             self._named[node_id] = None
             self._woken.set()
+
+    def credits_freed(self, session: LiveSession) -> None:
+        """Ask a session whose credits or held commands changed, when there was more than it could take."""
+        if session.state.held or not session.nothing_pending:
+            self.poke(session.node_id)
 
     def notified(self, node_ids: Iterable[str] | None) -> None:
         """Take a notification: these nodes have something to be sent, or (None) any node may."""
@@ -169,6 +176,12 @@ class Dispatcher:
         except BaseException:
             self._named = {**dict.fromkeys(names), **self._named}
             raise
+        saturated = _saturated(demands, marked)
+        for demand in demands:
+            session = live[demand.node_id]
+            # Of a lane without credits nothing was asked, so nothing is known.
+            all_asked = len(demand.lanes) == len(session.state.lanes)
+            session.nothing_pending = all_asked and demand.node_id not in saturated
         self._send(marked)
 
     def _send(self, marked: Sequence[MarkedCommand]) -> None:
@@ -181,8 +194,6 @@ class Dispatcher:
             # A session that ended meanwhile: its next one replays what was marked.
             if session is not None and session.state.session_id == items[0].session_id:
                 session.give(CommandsMarked(tuple(item.command for item in items)))
-                # There may be more than the credits it had; a poke that finds none costs one index probe.
-                self.poke(node_id)
 
     async def _look_loop(self) -> None:
         while True:
@@ -246,3 +257,13 @@ class Dispatcher:
             log.exception("dispatch failed")
             return False
         return True
+
+
+def _saturated(demands: Sequence[DispatchDemand], marked: Sequence[MarkedCommand]) -> frozenset[str]:
+    """Return the nodes of which a lane took all that it could: there may be more behind."""
+    taken = Counter((item.node_id, item.command.lane) for item in marked)
+    return frozenset(
+        demand.node_id
+        for demand in demands
+        if any(taken[demand.node_id, lane.lane] >= lane.free for lane in demand.lanes)
+    )

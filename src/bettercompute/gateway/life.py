@@ -304,8 +304,8 @@ class GatewayLife:
         self.dispatcher.put_back(session, effect)
 
     def poke_dispatch(self, session: LiveSession) -> None:
-        """Ask the session in the next dispatch transaction."""
-        self.dispatcher.poke(session.node_id)
+        """Ask the session in the next dispatch transaction, unless it is known to have nothing to send."""
+        self.dispatcher.credits_freed(session)
 
     def request_spec(self, session: LiveSession) -> None:
         """Read the node's spec for the session."""

@@ -103,6 +103,8 @@ class LiveSession:
         self.state = state
         self.opening = parts.opening
         self.ending: Close | None = None
+        self.nothing_pending = False
+        """The last dispatch found fewer commands than there were credits: only news can change that."""
         self._parts = parts
         self._waiting: deque[Callable[[], None]] = deque()
         self._busy = False

@@ -6,13 +6,13 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
-from tests.unit.gateway.test_fence import ManualClock
 
 from bettercompute.errors import Unavailable
 from bettercompute.gateway import lease
 from bettercompute.gateway.fence import LOOP_SILENCE_MS, TRUST_MS, Fence
 from bettercompute.system import SystemDice, SystemIds, system_world
 from bettercompute.world import World
+from tests.unit.gateway.test_fence import ManualClock
 
 
 @dataclass
