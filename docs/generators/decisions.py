@@ -12,6 +12,7 @@ GROUPS = {
     10: "Protocol",
     30: "Store",
     40: "Identities and joining",
+    50: "Sessions and delivery",
     60: "Inventory",
     101: "How the parts behave together",
 }
