@@ -97,7 +97,7 @@ async def bcd(tmp_path: Path) -> AsyncIterator[Bcd]:
         Config(state_dir=state),
         keys=keys,
         gateway_urls=(f"https://127.0.0.1:{server.port}",),
-        serving_ca_pin=certificates.spki_sha256(ca.certificate),
+        serving_ca_pins=(certificates.spki_sha256(ca.certificate),),
     )
     node = Bcd(gateway, config, facts, tmp_path / "bcd.log")
     yield node

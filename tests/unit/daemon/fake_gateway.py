@@ -49,7 +49,7 @@ def join(
     *,
     keys: ControlPlane | None = None,
     gateway_urls: tuple[str, ...] = ("https://gw-a:443", "https://gw-b:443"),
-    serving_ca_pin: str = "ab" * 32,
+    serving_ca_pins: tuple[str, ...] = ("ab" * 32,),
 ) -> None:
     """Put an identity into the state folder, as a Join would."""
     now_ms = system_world().clock.now_ms()
@@ -62,7 +62,7 @@ def join(
         command_roots=(),
         join_signing_keys=(keys.signing.public_key(),),
         join_encryption_keys=(keys.signing.public_key(),),
-        serving_ca_pins=(serving_ca_pin,),
+        serving_ca_pins=serving_ca_pins,
     )
     leaf = certificates.make_node_leaf(
         keys.node_ca,

@@ -1,0 +1,198 @@
+"""Renewing the certificate: when, with which proof, and what a lost answer or a refusal leads to."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from bettercompute.daemon import renewal as renewal_module
+from bettercompute.daemon.dial import DialSettings, GatewayLink
+from bettercompute.daemon.identity import Identity, IdentityStore, Machine
+from bettercompute.daemon.renewal import Renewal, RenewalParts
+from bettercompute.errors import BetterComputeError, Unavailable
+from bettercompute.pki import certificates, signatures
+from bettercompute.pki.identity import identity_of
+from bettercompute.protocol import messages, service
+from bettercompute.protocol.envelopes import join_response_input, renew_pop_input, sha256
+from bettercompute.system import system_world
+from bettercompute.transport.calls import ServerCall
+from bettercompute.transport.memory import MemoryServer
+from bettercompute.transport.streams import CallRefused
+from tests.unit.daemon.fake_gateway import NODE_ID, ControlPlane, control_plane, join, state_config
+
+HOUR_MS = 3_600_000
+
+
+@dataclass
+class Services:
+    """JoinService as a gateway relays to it; `refuse` ends calls with a status instead, one each."""
+
+    keys: ControlPlane
+    requests: list[messages.RenewRequest] = field(default_factory=list)
+    refuse: list[tuple[int, str, dict[str, str]]] = field(default_factory=list)
+    defer: bool = False
+    trust: bytes = b""
+
+    async def handle(self, call: ServerCall) -> None:
+        assert call.path == service.RENEW
+        data = await call.receive()
+        assert data is not None
+        request = messages.RenewRequest.FromString(data)
+        self.requests.append(request)
+        if self.refuse:
+            status, message, trailers = self.refuse.pop(0)
+            call.finish(status, message, trailers)
+            return
+        call.send(self.answer(request).SerializeToString())
+        call.finish(0)
+
+    def answer(self, request: messages.RenewRequest) -> messages.RenewResponse:
+        now_ms = system_world().clock.now_ms()
+        presented = certificates.load_certificate(request.certificate_chain[0])
+        proven = renew_pop_input(csr=request.csr, node_id=NODE_ID, client_time_ms=request.client_time_ms)
+        signatures.verify(request.proof, presented.public_key(), proven)  # type: ignore[arg-type]
+        leaf = certificates.make_node_leaf(
+            self.keys.node_ca,
+            public_key=certificates.check_csr(request.csr),
+            identity=identity_of(presented),
+            serial=bytes(15) + bytes([1 + len(self.requests)]),
+            now_ms=now_ms,
+        )
+        body = messages.JoinResponseBody(
+            node_id=NODE_ID,
+            site="default",
+            trust_domain="bc.local",
+            certificate_chain=(
+                leaf.public_bytes(Encoding.DER),
+                self.keys.node_ca.certificate.public_bytes(Encoding.DER),
+            ),
+            gateway_urls=("https://gw-a:443",),
+            server_time_ms=now_ms,
+            csr_sha256=sha256(request.csr),
+            identity_generation=1,
+            role=messages.AGENT_ROLE_NODE,
+        )
+        body.trust.ParseFromString(self.trust)
+        if self.defer:
+            body.deferral.retry_after_seconds = 7
+        serialized = body.SerializeToString()
+        signature = signatures.sign(self.keys.signing, join_response_input(serialized))
+        return messages.RenewResponse(body=serialized, signature=signature)
+
+
+@dataclass
+class Bench:
+    services: Services
+    identities: IdentityStore
+    renewal: Renewal
+    server_time_ms: int
+    told: list[int | None] = field(default_factory=list)
+    renewed: asyncio.Queue[Identity] = field(default_factory=asyncio.Queue)
+
+    def identity(self) -> Identity:
+        found = self.identities.load()
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    keys = control_plane()
+    config = state_config(tmp_path)
+    join(config, keys=keys)
+    identities = IdentityStore(config.state_dir)
+    services = Services(keys)
+    server = MemoryServer(services.handle, world=system_world())
+
+    async def load() -> Identity:
+        return made.identity()
+
+    async def dial(_):
+        return server.connect()
+
+    def server_time_ms(told: int | None) -> int:
+        made.told.append(told)
+        return made.server_time_ms
+
+    def renewed(identity: Identity) -> None:
+        made.renewed.put_nowait(identity)
+
+    parts = RenewalParts(
+        world=system_world(),
+        link=GatewayLink(world=system_world(), identity=load, settings=DialSettings, dial=dial),
+        identities=identities,
+        machine=Machine(machine_id="m1"),
+        load_identity=load,
+        server_time_ms=server_time_ms,
+        renewed=renewed,
+    )
+    made = Bench(services, identities, Renewal(parts), system_world().clock.now_ms())
+    services.trust = made.identity().trust.signed
+    return made
+
+
+async def test_a_renewal_proves_the_present_key_and_installs_the_new_identity(bench: Bench) -> None:
+    before = bench.identity()
+    renewed = await bench.renewal.renew(before)
+    assert renewed.record.certificate_serial != before.record.certificate_serial
+    assert renewed.key.public_key() != before.key.public_key()
+    assert bench.identity().record == renewed.record
+    assert renewed.record.machine_id == "m1"
+    [request] = bench.services.requests
+    assert request.client_time_ms == bench.server_time_ms
+    assert not (bench.identities.state_dir / "identity.d/pending-renew").exists()
+
+
+async def test_a_lost_answer_is_asked_for_with_the_same_request(bench: Bench) -> None:
+    bench.services.refuse.append((14, "the answer was lost", {}))
+    with pytest.raises(CallRefused, match="the answer was lost"):
+        await bench.renewal.renew(bench.identity())
+    await bench.renewal.renew(bench.identity())
+    first, second = bench.services.requests
+    assert first.csr == second.csr
+
+
+async def test_a_deferral_is_a_wait(bench: Bench) -> None:
+    bench.services.defer = True
+    with pytest.raises(Unavailable, match="the renewal is deferred") as caught:
+        await bench.renewal.renew(bench.identity())
+    assert caught.value.pushback_ms == 7_000
+
+
+async def test_an_answer_that_somebody_else_signed_is_refused(bench: Bench) -> None:
+    before = bench.identity()
+    bench.services.keys = ControlPlane(bench.services.keys.node_ca, certificates.generate_key())
+    with pytest.raises(BetterComputeError):
+        await bench.renewal.renew(before)
+    assert bench.identity().record == before.record
+
+
+async def test_it_waits_for_two_thirds_of_the_life_and_retries_as_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        bench.server_time_ms += int(seconds * 1000)
+        await real_sleep(0)
+
+    monkeypatch.setattr("bettercompute.daemon.renewal.asyncio.sleep", sleep)
+    monkeypatch.setattr(renewal_module, "WAKE_MAX_MS", HOUR_MS)
+    bench.services.refuse += [
+        (8, "busy", {"grpc-retry-pushback-ms": "1234", "x-bc-server-time": "5"}),
+        (16, "the proof is too old", {"x-bc-reason": "bad-proof", "x-bc-server-time": "6"}),
+    ]
+    begun_ms = bench.server_time_ms
+    task = asyncio.create_task(bench.renewal.run())
+    await asyncio.wait_for(bench.renewed.get(), 30)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert 15.9 * HOUR_MS < bench.services.requests[0].client_time_ms - begun_ms < 16.5 * HOUR_MS
+    assert 1.234 in waits
+    assert [told for told in bench.told if told is not None] == [5, 6], "a refusal's server time dates the next proof"
