@@ -1,7 +1,8 @@
-"""Cancel, both ends: what a cancel means in every state of a command (decisions 5).
+"""Cancel, both ends: what a cancel means in every state of a command.
 
 A cancel is durable in the control plane before anybody is told. It is unsigned, like withholding: whoever can stop
-frames can stop a command anyway. It stops a command between actions and never undoes one.
+frames can stop a command anyway. It stops a command between actions and never undoes one. See docs/delivery.md,
+"Cancel"; decisions 0105.
 """
 
 from __future__ import annotations

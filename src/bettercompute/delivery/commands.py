@@ -1,9 +1,9 @@
-"""Commands: their states and every move between them, as literal tables ("Commands" of the Delivery page, decisions
-5).
+"""Commands: their states and every move between them, as literal tables.
 
 Two tables, because two parties move a command. Our own moves (dispatch, put-back, expiry, an operator's cancel, the
 resume rules) must be in `MOVES`: anything else is a bug of ours and raises. What a daemon says is never a reason to
-raise: `FACT_MERGE` maps every pair of a stored and a reported state to what becomes of it.
+raise: `FACT_MERGE` maps every pair of a stored and a reported state to what becomes of it. See docs/delivery.md,
+"Commands"; decisions 0105.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Events, both ends ("Events" of the Delivery page, decisions 5 and 8; "Welcome" of the Sessions page).
+"""Events, both ends: batches without gaps, cumulative acks, a bounded window.
 
 An event is journaled before it is sent and forgotten once a cumulative ack says that it is stored. Sequence numbers
 of a journal have no gaps, so the gateway needs to remember only the next one: a gap inside a session is a broken
-daemon, one at Hello is a fact (a journal that had to drop events) that is stored and shown.
+daemon, one at Hello is a fact (a journal that had to drop events) that is stored and shown. See docs/delivery.md,
+"Events"; decisions 0108.
 """
 
 from __future__ import annotations

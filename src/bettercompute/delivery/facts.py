@@ -1,9 +1,9 @@
-"""Facts: what a daemon reported, fit for the store ("Epochs and fencing": facts are not fenced; the Delivery page's
-bounds).
+"""Facts: what a daemon reported, as values of the store.
 
 A fact is true no matter which session carried it, so nothing here knows an epoch. Facts of many nodes are written in
 one batch; `protocol.validation` therefore refuses what the store could not take (NUL in text, numbers past bigint,
-sizes past their bound) before a frame becomes a fact: one daemon must not poison everybody's batch.
+sizes past their bound) before a frame becomes a fact: one daemon must not poison everybody's batch. See
+docs/delivery.md, "Facts".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Inventory by hashes, both ends ("Hello", "Liveness" of the Sessions page; "Inventory" of the Delivery page).
+"""Inventory by hashes, both ends.
 
 Hello and some heartbeats carry one hash per section; bodies travel only when asked for or when they changed. The
 gateway asks for what it never stored or stored differently, and the inventory counts as applied once every stored
-section has the hash that the daemon reports.
+section has the hash that the daemon reports. See docs/delivery.md, "Inventory and status".
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What the journal keeps, for how long, and when it is full ("The journal" of the Delivery page; decisions 4, 5 and
-15).
+"""What the journal keeps, for how long, and when it is full.
 
 The journal is the daemon's memory of what it owes and of what it must never do twice. Forgetting too early would run
 a command twice; so an id goes only when its result is acked *and* a day has passed *and* no delivery of it can still
 be valid, all of it by the stored time mark, which no single gateway can push far ahead. At a bound the answer is
-BUSY, never forgetting.
+BUSY, never forgetting. See docs/delivery.md, "The journal"; decisions 0055 and 0104.
 """
 
 from __future__ import annotations

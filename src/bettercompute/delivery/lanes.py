@@ -1,11 +1,10 @@
-"""Lanes and credits, both sides ("Lanes" of the Delivery page, decisions 5; the exact resync of the Sessions page's
-BUSY).
+"""Lanes and credits, both sides, and the exact resync.
 
 The gateway sends at most as many commands of a lane as the node has credits; the daemon holds a credit from the
 moment a command frame arrives until it *sends* the terminal update, after the last child process has been reaped.
 Both ends count on their own. Every heartbeat carries the daemon's free credits and how many command frames of the
 lane it has received on this stream; because frames are ordered, what the gateway has sent beyond that is exactly what
-is still on its way.
+is still on its way. See docs/delivery.md, "Lanes"; decisions 0052.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a Hello tells others: published events, conditions, and the quarantine's sentence (step 6 of Hello, decisions
-7).
+"""What a Hello tells others: published events, conditions, and the quarantine's sentence.
+
+See docs/sessions.md, "The Hello transaction", "Duplicate identity"; decisions 0107.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""BUSY, both ends: the daemon refuses a command for now, the gateway puts it back and waits ("BUSY").
+"""BUSY, both ends: the daemon refuses a command for now, the gateway puts it back and waits.
 
 BUSY is neither terminal nor journaled. The gateway's credits make it rare; where both counts disagree for a moment,
 or the journal is full, nothing is dropped: the command is pending again, behind a back-off of its own per session.
+See docs/sessions.md, "BUSY".
 """
 
 from __future__ import annotations

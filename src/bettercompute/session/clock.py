@@ -1,10 +1,10 @@
-"""Clocks: what time a daemon believes ("Welcome" of the Sessions page, decisions 10).
+"""Clocks: what time a daemon believes.
 
 `server_time` is not signed, so it is judged. The daemon keeps two times. *Confirmed* time is an anchor plus monotonic
 time; the anchor moves only when the host's own clock agrees with the server within an hour, at Join, or by an
 operator's reset. *Session* time is this Welcome's. The stored mark rises with session time but never passes confirmed
 time + 1 h in total; a Welcome further ahead is obeyed for its session only. So one lie about the future locks out
-nobody, and one about the past brings no expired command back.
+nobody, and one about the past brings no expired command back. See docs/sessions.md, "Clocks"; decisions 0110.
 """
 
 from __future__ import annotations

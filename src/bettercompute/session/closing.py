@@ -1,8 +1,8 @@
-"""Closing: every way a session ends, as one table ("Closing", "Errors outside frames").
+"""Closing: every way a session ends, as one table.
 
 Each cause has the status that the daemon sees, the reason that node.disconnected carries, and whether the
 epoch-fenced disconnect write follows. A superseded or fenced session writes nothing: its row belongs to somebody
-else. In-flight commands stay as they are in every case, for the next session's replay.
+else. In-flight commands stay as they are in every case, for the next session's replay. See docs/sessions.md, "Closing".
 """
 
 from __future__ import annotations

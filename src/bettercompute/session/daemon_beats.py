@@ -1,6 +1,7 @@
-"""What a daemon sends and ends by itself: heartbeats, events, status, silence, drain ("Liveness", decisions 10).
+"""What a daemon sends and ends by itself: heartbeats, events, status, silence, drain.
 
-The shell ticks when `next_tick_ms` says so and at any other time; nothing depends on a tick being punctual.
+The shell ticks when `next_tick_ms` says so and at any other time; nothing depends on a tick being punctual. See
+docs/sessions.md, "Liveness".
 """
 
 from __future__ import annotations

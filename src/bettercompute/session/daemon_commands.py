@@ -1,7 +1,8 @@
-"""What a daemon makes of a command, its cancel and its end: judged, journaled, run, answered (decisions 4 and 5).
+"""What a daemon makes of a command, its cancel and its end: judged, journaled, run, answered.
 
 "Started" is durable before the effect, and a result before it is sent: each function puts its journal writes first. A
-delivery is never trusted to be the first one (`resume.at_delivery`), and BUSY is the only answer that leaves no trace.
+delivery is never trusted to be the first one (`resume.at_delivery`), and BUSY is the only answer that leaves no
+trace. See docs/delivery.md, "At the daemon"; decisions 0051, 0104 and 0105.
 """
 
 from __future__ import annotations

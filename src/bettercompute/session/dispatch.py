@@ -1,8 +1,8 @@
-"""What dispatch may take from a session and how marked commands go out ("Epochs and fencing", decisions 4 and 5).
+"""What dispatch may take from a session and how marked commands go out.
 
 Dispatch marks first and sends after the commit. It asks each session what it can take: commands held back in this
 epoch first, then pending ones, both in seq order within a lane. A mark that commits after credits shrank is kept as
-held back, never sent past a credit and never lost.
+held back, never sent past a credit and never lost. See docs/delivery.md, "Dispatch"; decisions 0053.
 """
 
 from __future__ import annotations

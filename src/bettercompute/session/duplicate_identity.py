@@ -1,10 +1,10 @@
-"""Duplicate identity: one certificate, several machines ("Duplicate identity", decisions 1 and 7).
+"""Duplicate identity: one certificate, several machines.
 
 Two signs. The *boot id* changes while the previous session is live: either a clone, or a machine that crashed and
 came back. The *continuity nonce* does not continue: the identity has forked, which a clone of a live snapshot shows
 although boot and journal ids are the same. Alternations are counted; past the limit the certificate is quarantined
 only when there is proof of two machines (a boot id that came back, or a fork), because a machine in a crash loop
-shows new boot ids honestly.
+shows new boot ids honestly. See docs/sessions.md, "Duplicate identity"; decisions 0101 and 0107.
 """
 
 from __future__ import annotations

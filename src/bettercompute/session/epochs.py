@@ -1,8 +1,8 @@
-"""Epochs and fencing: which writes carry the epoch and what a write that matched no row means ("Epochs and fencing").
+"""Epochs and fencing: which writes carry the epoch and what a write that matched no row means.
 
 Routing and liveness writes are fenced: they name epoch, session and gateway, and match no row once the node has said
 Hello elsewhere. Facts are not: results, events and status are true whichever session carried them. The daemon records
-the epoch and never fences on it.
+the epoch and never fences on it. See docs/sessions.md, "Epochs and fencing"; decisions 0105.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the gateway makes of each frame of a live session: facts, credits, put-backs ("Liveness", "BUSY", decisions 5).
+"""What the gateway makes of each frame of a live session: facts, credits, put-backs.
 
-Each function takes the state and one part of an `AgentFrame` and returns the state and effects. A frame that breaks the
-protocol is refused by raising; `gateway_side` turns that into the session's end. What a daemon *reports* never raises.
+Each function takes the state and one part of an `AgentFrame` and returns the state and effects. A frame that breaks
+the protocol is refused by raising; `gateway_side` turns that into the session's end. What a daemon *reports* never
+raises. See docs/sessions.md, "Frames of a live session".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Hello, both ends ("Hello", "The Hello transaction"; decisions 1, 4, 5, 7).
+"""Hello, both ends: what the Hello transaction decides, and what a daemon says.
 
 `decide` is the one decision of the Hello transaction: facts read under the row's lock go in, a plan of every write
-and of everything the session begins with comes out. `new_hello` is what a daemon says, built from its journal.
+and of everything the session begins with comes out. `new_hello` is what a daemon says, built from its journal. See
+docs/sessions.md, "Hello", "The Hello transaction"; decisions 0050, 0101 and 0104.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What the Hello transaction reads and what it writes, as plain values ("The Hello transaction").
+"""What the Hello transaction reads and what it writes, as plain values.
 
 The shell locks the node's session row by a statement of its own, reads `HelloFacts` in later ones, calls
 `hello.decide`, and writes everything the `HelloPlan` names in the same transaction. After the commit it opens the
 session with `gateway_side.open_session(plan, ...)`, whose effects are Welcome and what follows it. A `HelloRefusal`
-whose `writes` is not None commits those writes first and is refused then.
+whose `writes` is not None commits those writes first and is refused then. See docs/sessions.md, "The
+Hello transaction", "The node_sessions table".
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Liveness: heartbeats, silence at both ends, the flush, and the transitions that nobody reports ("Liveness",
-decisions 7).
+"""Liveness: heartbeats, silence at both ends, the flush, and the transitions that nobody reports.
 
 Nothing is written for a heartbeat. A gateway keeps last-seen times in memory, flushes them as ages, and closes a
 session after three silent intervals. What no gateway can report (its own death) the Liveness controller finds from
-the rows; none of its transitions releases anything.
+the rows; none of its transitions releases anything. See docs/sessions.md, "Liveness"; decisions 0107.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Opening: who is let in, in which order, and when the others are told to come back ("Opening", decisions 2).
+"""Opening: who is let in, in which order, and when the others are told to come back.
 
 The order is fixed so that a refusal costs little and spends nothing: the gateway's own state, then the stream limit,
 then the revocation set, and only then a token of the handshake bucket. A refusal by the bucket is an *appointment*:
 the k-th daemon refused is told to come back k/rate from now, so a herd drains at the bucket's rate and nobody polls.
-The bucket is one value; nothing in it grows with the fleet.
+The bucket is one value; nothing in it grows with the fleet. See docs/sessions.md, "Opening"; decisions 0102.
 """
 
 from __future__ import annotations

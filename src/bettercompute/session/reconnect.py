@@ -1,8 +1,8 @@
-"""Reconnecting: when a daemon dials again, and how ("Reconnecting", "Opening" and decisions 2).
+"""Reconnecting: when a daemon dials again, and how.
 
 Attempt n waits a uniformly drawn time between 0 and min(60 s, 1 s x 2^n) ("full jitter"), so that a herd spreads over
 the window instead of coming back in step. A refusal that says when to come back is obeyed exactly, and the doubling
-starts over; a Welcome resets everything.
+starts over; a Welcome resets everything. See docs/sessions.md, "Reconnecting"; decisions 0102.
 """
 
 from __future__ import annotations

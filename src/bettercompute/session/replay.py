@@ -1,9 +1,8 @@
-"""The replay set: which commands in flight move to the new epoch, and which of them are sent again now (step 5 of
-Hello).
+"""The replay set: which commands in flight move to the new epoch, and which are sent again now.
 
 First the resume rules, one command at a time; then what the session lets through, in seq order: what credits, a
 missing signature (WebSocket) or upgrade-only hold back stays in flight, unsent and without a credit, ahead of what is
-pending.
+pending. See docs/sessions.md, "Resume rules"; decisions 0104.
 """
 
 from __future__ import annotations

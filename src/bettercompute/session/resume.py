@@ -1,10 +1,10 @@
-"""Resume rules: what a reconnect proves about commands in flight, the gateway's half and the daemon's ("Resume
-rules").
+"""Resume rules: what a reconnect proves about commands in flight, at both ends.
 
 The gateway's half runs inside the Hello transaction, over every command of the node that is dispatched, acked or
-running: the first rule that matches wins (decisions 4). A fact beats every guess, and whatever may have run and is
-not safe to run twice fails with a reason instead. The daemon's half is two tables: what to make of entries that an
-earlier process left unfinished, and what to answer to a delivery of a command that may not be the first.
+running: the first rule that matches wins. A fact beats every guess, and whatever may have run and is not safe to run
+twice fails with a reason instead. The daemon's half is two tables: what to make of entries that an earlier process
+left unfinished, and what to answer to a delivery of a command that may not be the first. See docs/sessions.md,
+"Resume rules"; decisions 0104.
 """
 
 from __future__ import annotations

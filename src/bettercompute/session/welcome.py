@@ -1,9 +1,8 @@
-"""Welcome, both ends: what the gateway answers to Hello and what the daemon makes of it ("Welcome", decisions 1 and
-10).
+"""Welcome, both ends: what the gateway answers to Hello and what the daemon makes of it.
 
 The order on the wire is fixed: Welcome, an Ack for the replayed results, the full desired state when one is due, the
 replay in seq order, cancels. Welcome is a barrier: the daemon obeys nothing of a session before it has judged
-Welcome, above all its `server_time`, which nobody signs.
+Welcome, above all its `server_time`, which nobody signs. See docs/sessions.md, "Welcome"; decisions 0101.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def welcome(**changes: object) -> messages.Welcome:
 
 
 def told(state: DaemonSession, now_ms: int = 0, **frame: Any) -> tuple[DaemonSession, tuple[DaemonEffect, ...]]:
-    server = messages.ServerFrame(**frame)  # type: ignore[arg-type]  # test data
+    server = messages.ServerFrame(**frame)
     return step(state, inputs.ServerFrameReceived(server, wall_ms=START_MS + now_ms), now_ms)
 
 
