@@ -1,0 +1,116 @@
+"""How the benches measure and report: processor time of another process, medians over repeats, one JSON line a row.
+
+Processor time is user and system of the measured process with all its threads, as the kernel counts it; children and
+PostgreSQL are not in it. A row holds the medians of its repeats, the least and greatest of each under `spread`, and
+what is needed to compare it with another: machine, commit, repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Processor time and memory of a process at one moment."""
+
+    cpu_s: float
+    rss_kb: float
+
+
+class Meter:
+    """Reads one process."""
+
+    def __init__(self, process_id: int) -> None:
+        self._process = psutil.Process(process_id)
+
+    def read(self) -> Usage:
+        """Return what the process has used so far, and what it holds now."""
+        times = self._process.cpu_times()
+        return Usage(cpu_s=times.user + times.system, rss_kb=self._process.memory_info().rss / 1024)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which `share` of all lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def report(bench: str, runs: Sequence[Figures], **facts: object) -> dict[str, object]:
+    """Print one row as a JSON line and return it: medians over `runs`, with `facts` beside them."""
+    row: dict[str, object] = {"bench": bench}
+    row |= {name: _short(statistics.median(run[name] for run in runs)) for name in runs[0]}
+    row |= facts
+    row["repeats"] = len(runs)
+    row["spread"] = {name: [_short(pick(run[name] for run in runs)) for pick in (min, max)] for name in runs[0]}
+    row["machine"] = machine()
+    row["commit"] = commit()
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def machine() -> dict[str, object]:
+    """Return what the figures depend on most."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load1": round(os.getloadavg()[0], 2),
+    }
+
+
+def commit() -> str:
+    """Return the commit that is measured; with a plus when files differ from it."""
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return run.stdout.strip() or "unknown"
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with what every bench understands."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that the bench runs, not a figure")
+    parser.add_argument("--repeats", type=int, help="how often each figure is measured")
+    parser.add_argument("--json", action="store_true", help="print JSON lines (always on)")
+    return parser
+
+
+def allow_many_files() -> int:
+    """Raise the limit of open files to what the system allows, and return it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+def _short(value: float) -> float:
+    """Round to what a measurement of this kind can mean: four digits."""
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded.is_integer() else rounded
