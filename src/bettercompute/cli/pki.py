@@ -39,17 +39,23 @@ def issue_gateway(
     san: Annotated[list[str], typer.Option("--san", help="A DNS name or address that nodes dial; may be repeated.")],
     config: ConfigFile = None,
     folder: KeyDir = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="A folder for a gateway on another host: all files that it needs, no CA's key."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Make the gateways' serving key and certificate. Running gateways take it up at their next connection."""
+    """Make a serving key and certificate. A gateway that runs takes them up at its next connection."""
     from bettercompute.pki import certificates
+    from bettercompute.pki.keyfiles import KeyFolder
     from bettercompute.services import pki_setup
     from bettercompute.system import system_world
 
     keys = output.run(lambda: _folder(config, folder))
-    leaf = output.run(lambda: pki_setup.issue_gateway(keys, names=san, world=system_world()))
+    bundle = None if out is None else KeyFolder(out.absolute())
+    leaf = output.run(lambda: pki_setup.issue_gateway(keys, names=san, world=system_world(), out=bundle))
     facts = {
-        "file": str(keys.path(f"{pki_setup.GATEWAY}.pem")),
+        "file": str((bundle or keys).path(f"{pki_setup.GATEWAY}.pem")),
         "serial": certificates.serial_text(leaf),
         "names": san,
         "not_after": leaf.not_valid_after_utc.isoformat(),
@@ -58,6 +64,8 @@ def issue_gateway(
         output.print_json(facts)
     else:
         output.print_facts({**facts, "names": ", ".join(san)})
+    if bundle is not None:
+        output.note(f"copy {bundle.folder} to the gateway's host as its key folder ([pki] dir)")
 
 
 def _folder(config: Path | None, folder: Path | None) -> KeyFolder:

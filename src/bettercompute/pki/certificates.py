@@ -49,11 +49,11 @@ _DNS_LABEL = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
 
 
 class Use(Enum):
-    """What a chain is verified for: the extended key usage its leaf must have, and nothing beside it."""
+    """What a chain is verified for: the extended key usages its leaf must have, and nothing beside them."""
 
-    CLIENT = ExtendedKeyUsageOID.CLIENT_AUTH
-    SERVER = ExtendedKeyUsageOID.SERVER_AUTH
-    INTENT = None
+    CLIENT = (ExtendedKeyUsageOID.CLIENT_AUTH,)
+    SERVER = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)  # a gateway calls services, too
+    INTENT = ()
     """A worker's signature: its leaf has no TLS usage at all."""
 
 
@@ -319,8 +319,8 @@ def _make_leaf(
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key), critical=False)
     )
-    if use.value is not None:
-        builder = builder.add_extension(x509.ExtendedKeyUsage([use.value]), critical=False)
+    if use.value:
+        builder = builder.add_extension(x509.ExtendedKeyUsage(use.value), critical=False)
     return builder.sign(issuer.key, hashes.SHA256())
 
 
@@ -373,7 +373,7 @@ def _check_leaf(leaf: x509.Certificate, use: Use) -> None:
         raise _bad_certificate("an extension that every certificate of ours has is missing or unreadable") from error
     if constraints.ca or key_usage.key_cert_sign or not key_usage.digital_signature:
         raise _bad_certificate("it is not a leaf that may sign")
-    if usages != ([] if use.value is None else [use.value]):
+    if usages != list(use.value):
         raise _bad_certificate(f"its extended key usage is not that of a {use.name.lower()} certificate, and only that")
 
 

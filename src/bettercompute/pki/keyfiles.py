@@ -270,6 +270,11 @@ class KeyFolder:
         """Write a key that no certificate names, with its public half beside it."""
         self._write(name, key_to_pem(key), public_key_to_pem(key.public_key()))
 
+    def write_certificate(self, name: str, certificate: x509.Certificate) -> None:
+        """Write a certificate whose key stays elsewhere."""
+        make_folders(self._disk, self.folder)
+        replace_file(self._disk, self.folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM))
+
     def authority(self, name: str) -> Authority:
         """Read a key and its certificate; refuse when one is missing or they do not belong together."""
         key, certificate = self.key(name), self.certificate(name)

@@ -60,8 +60,13 @@ def issue_gateway(
     names: Sequence[str],
     world: World,
     lifetime_ms: int = certificates.SERVING_LIFETIME_MAX_MS,
+    out: KeyFolder | None = None,
 ) -> x509.Certificate:
-    """Make a serving key and leaf for `names` and write them, with the CA below the leaf, in place of the last ones."""
+    """Make a serving key and leaf for `names` and write them, with the CA below the leaf, in place of the last ones.
+
+    `out` gets all that a gateway on another host needs: these two, and the certificates of the serving CA and of the
+    node CA, whose keys stay here.
+    """
     serving_ca = folder.authority(keyfiles.SERVING_CA)
     key = certificates.generate_key()
     leaf = certificates.make_serving_leaf(
@@ -72,7 +77,11 @@ def issue_gateway(
         now_ms=world.clock.now_ms(),
         lifetime_ms=lifetime_ms,
     )
-    folder.write_chain(GATEWAY, key, _chain_pem(leaf, serving_ca.certificate))
+    if out is not None:
+        node_ca = folder.certificate(keyfiles.NODE_CA)
+        out.write_certificate(keyfiles.SERVING_CA, serving_ca.certificate)
+        out.write_certificate(keyfiles.NODE_CA, node_ca)
+    (out or folder).write_chain(GATEWAY, key, _chain_pem(leaf, serving_ca.certificate))
     return leaf
 
 
