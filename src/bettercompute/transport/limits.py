@@ -34,6 +34,10 @@ STDLIB_TLS_BUFFER_BYTES = 16 * KIB
 # back-pressure.
 WRITE_BYTES_MAX = 64 * KIB
 
+# What the kernel may buffer each way for one accepted connection (Linux doubles it). Left to itself it grows to 4 MiB,
+# which 5,000 clients that never read would turn into 20 GiB; this much still carries 5 MB/s over 50 ms.
+SOCKET_BUFFER_BYTES = 128 * KIB
+
 # The answer of a proxy to CONNECT, headers and all.
 PROXY_REPLY_BYTES_MAX = 8 * KIB
 

@@ -75,6 +75,8 @@ class Link(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the preface and start the PINGs."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's own class is none of asyncio's
+        # TLS transports would take 512 KiB from us before they say stop.
+        self._transport.set_write_buffer_limits(high=WRITE_BYTES_MAX)
         self._schedule_tick()
         self.flush()
 

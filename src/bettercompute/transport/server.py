@@ -20,7 +20,7 @@ from bettercompute.errors import BetterComputeError, Bug
 from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER, Reason, Status, format_pushback
 from bettercompute.transport.calls import Handler, Peer, ServerCall
 from bettercompute.transport.h2_connection import HoldAllowance
-from bettercompute.transport.limits import DEFAULT_LIMITS, Limits
+from bettercompute.transport.limits import DEFAULT_LIMITS, SOCKET_BUFFER_BYTES, Limits
 from bettercompute.transport.link import bound_stdlib_tls, read_buffer
 from bettercompute.transport.server_link import ServerLink, SocketServerCall
 from bettercompute.transport.tls_errors import explain_client_refusal
@@ -321,6 +321,9 @@ async def serve(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
+        # Accepted sockets inherit these.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         listener.setblocking(False)
         listener.bind(address)
         listener.listen(BACKLOG)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import pytest
 import uvloop
-from tests.contract.transport.authority import shared_pki
 
 from bettercompute.system import system_world
 from bettercompute.transport.memory import MemoryServer
@@ -21,6 +20,7 @@ from bettercompute.transport.streams import (
     serve,
     server_context,
 )
+from tests.contract.transport.authority import shared_pki
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

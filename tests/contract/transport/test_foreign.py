@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.contract.transport.authority import shared_pki
 
 from bettercompute.errors import Refused
 from bettercompute.protocol.statuses import Reason, Status, refuse
@@ -29,6 +28,7 @@ from bettercompute.transport.streams import (
     serve,
     server_context,
 )
+from tests.contract.transport.authority import shared_pki
 
 PKI = shared_pki()
 WORLD = system_world()
@@ -71,7 +71,7 @@ class GrpcioClient:
         self.channel = grpc.secure_channel(f"127.0.0.1:{server.port}", credentials, options=options)
 
     def stream(self, path: str) -> Callable[..., Iterator[bytes]]:
-        return self.channel.stream_stream(path)  # type: ignore[return-value] # bytes in, bytes out
+        return self.channel.stream_stream(path)
 
     def unary(self, path: str) -> Callable[..., Any]:
         return self.channel.unary_unary(path)
@@ -161,7 +161,7 @@ async def test_grpcio_with_a_6_mib_message_is_refused(server: Server):
 
 
 class Servicer(grpc.GenericRpcHandler):
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         if handler_call_details.method == ECHO:
             return grpc.stream_stream_rpc_method_handler(self.echo)
         if handler_call_details.method == "/test.v1.Foreign/Busy":

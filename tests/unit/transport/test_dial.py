@@ -10,7 +10,6 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from tests.contract.transport.authority import DAY, Authority, shared_pki
 
 from bettercompute.system import system_world
 from bettercompute.transport import tls
@@ -29,6 +28,7 @@ from bettercompute.transport.streams import (
     serve,
     server_context,
 )
+from tests.contract.transport.authority import DAY, Authority, shared_pki
 
 WORLD = system_world()
 PKI = shared_pki()
@@ -221,16 +221,30 @@ async def test_sessions_cannot_be_resumed(start: Start):
     await writer.wait_closed()
 
 
+@contextlib.asynccontextmanager
+async def silent_server(*, ssl_context: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """Accept, and say nothing until the client leaves."""
+    left = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        left.set()
+
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0, ssl=ssl_context)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+        await left.wait()
+
+
 async def test_a_server_without_http2_is_told_apart():
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_identity(context, PKI.serving)
 
-    async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0, ssl=context)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
+    async with silent_server(ssl_context=context) as port:
         failure = await refused(
             DialTarget(f"https://127.0.0.1:{port}", PKI.serving_ca.pin, serving_ca_pem=PKI.serving_ca.pem)
         )
@@ -246,13 +260,7 @@ async def test_nobody_listening_and_no_such_name():
 
 
 async def test_a_silent_server_is_given_up_in_time():
-    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
+    async with silent_server() as port:
         failure = await refused(DialTarget(f"https://127.0.0.1:{port}", PKI.serving_ca.pin, timeout_s=0.1))
     assert failure.kind is DialKind.TIMEOUT
 

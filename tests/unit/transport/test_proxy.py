@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.contract.transport.authority import shared_pki
 
 from bettercompute.system import system_world
 from bettercompute.transport.proxy import Proxy, authority_of, parse_proxy, proxy_for
 from bettercompute.transport.streams import DialFailed, DialKind, DialTarget, ServerCall, dial, serve, server_context
+from tests.contract.transport.authority import shared_pki
 
 PROXY = {"https_proxy": "http://proxy.test:3128"}
 

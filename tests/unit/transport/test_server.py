@@ -14,8 +14,6 @@ import h2.connection
 import h2.events
 import pytest
 from hyperframe.frame import PingFrame
-from tests.contract.transport.authority import shared_pki
-from tests.unit.transport.wire import GRPC_HEADERS
 
 from bettercompute.system import system_world
 from bettercompute.transport import tls
@@ -25,6 +23,7 @@ from bettercompute.transport.streams import (
     Connection,
     DialTarget,
     EndKind,
+    Handler,
     Limits,
     Server,
     ServerCall,
@@ -33,6 +32,8 @@ from bettercompute.transport.streams import (
     server_context,
     tune_collector,
 )
+from tests.contract.transport.authority import shared_pki
+from tests.unit.transport.wire import GRPC_HEADERS
 
 PKI = shared_pki()
 WORLD = system_world()
@@ -51,13 +52,75 @@ Start = Callable[..., Awaitable[Server]]
 async def start() -> AsyncIterator[Start]:
     servers: list[Server] = []
 
-    async def start_server(**options: object) -> Server:
-        servers.append(await serve(echo, tls=lambda: CONTEXT, world=WORLD, **options))  # type: ignore[arg-type]
+    async def start_server(handler: Handler = echo, **options: object) -> Server:
+        servers.append(await serve(handler, tls=lambda: CONTEXT, world=WORLD, **options))  # type: ignore[arg-type]
         return servers[-1]
 
     yield start_server
     for server in servers:
         await server.close(drain_ms=0)
+
+
+class RawClient:
+    """A TLS client that speaks HTTP/2 only as told: it answers nothing by itself."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.h2 = h2.connection.H2Connection()
+        self.h2.initiate_connection()
+        self.flush()
+
+    @property
+    def reading(self) -> asyncio.ReadTransport:
+        return cast("asyncio.ReadTransport", self.writer.transport)
+
+    def flush(self) -> None:
+        self.writer.write(self.h2.data_to_send())
+
+    def open_call(self) -> int:
+        stream_id = self.h2.get_next_available_stream_id()
+        self.h2.send_headers(stream_id, GRPC_HEADERS)
+        self.flush()
+        return stream_id
+
+    async def goaway(self) -> h2.events.ConnectionTerminated | None:
+        """Read to the end, and return the GOAWAY that came."""
+        found = None
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            while data := await self.reader.read(1 << 16):
+                for event in self.h2.receive_data(data):
+                    if isinstance(event, h2.events.ConnectionTerminated):
+                        found = event
+        return found
+
+    async def close(self) -> None:
+        self.writer.transport.abort()
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            await self.writer.wait_closed()
+
+
+Raw = Callable[[Server], Awaitable[RawClient]]
+
+
+@pytest.fixture
+async def raw() -> AsyncIterator[Raw]:
+    clients: list[RawClient] = []
+
+    async def connect_raw(server: Server) -> RawClient:
+        sock = socket.socket()
+        # Without this the kernel would read ahead for megabytes.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", server.port))
+        context = tls.probe_context()
+        streams = await asyncio.open_connection(sock=sock, ssl=context, server_hostname="x", limit=1 << 16)
+        clients.append(RawClient(*streams))
+        return clients[-1]
+
+    yield connect_raw
+    for client in clients:
+        await client.close()
 
 
 async def connect(server: Server, *, anonymous: bool = False, limits: Limits | None = None) -> Connection:
@@ -279,67 +342,18 @@ async def test_pings_keep_an_idle_call_alive_and_last_heard_fresh(start: Start):
     await connection.wait_closed()
 
 
-class RawClient:
-    """A TLS client that speaks HTTP/2 only as told: it answers nothing by itself."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-        self.h2 = h2.connection.H2Connection()
-        self.h2.initiate_connection()
-        self.flush()
-
-    @classmethod
-    async def connect(cls, server: Server) -> RawClient:
-        return cls(
-            *await asyncio.open_connection(
-                "127.0.0.1", server.port, ssl=tls.probe_context(), server_hostname="x", limit=1 << 16
-            )
-        )
-
-    @property
-    def reading(self) -> asyncio.ReadTransport:
-        return cast("asyncio.ReadTransport", self.writer.transport)
-
-    def flush(self) -> None:
-        self.writer.write(self.h2.data_to_send())
-
-    def open_call(self) -> int:
-        stream_id = self.h2.get_next_available_stream_id()
-        self.h2.send_headers(stream_id, GRPC_HEADERS)
-        self.flush()
-        return stream_id
-
-    async def goaway(self) -> h2.events.ConnectionTerminated | None:
-        """Read to the end, and return the GOAWAY that came."""
-        found = None
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
-            while data := await self.reader.read(1 << 16):
-                for event in self.h2.receive_data(data):
-                    if isinstance(event, h2.events.ConnectionTerminated):
-                        found = event
-        return found
-
-    async def close(self) -> None:
-        self.writer.transport.abort()
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
-            await self.writer.wait_closed()
-
-
-async def test_a_peer_that_answers_no_ping_is_given_up(start: Start):
+async def test_a_peer_that_answers_no_ping_is_given_up(start: Start, raw: Raw):
     server = await start(limits=Limits(ping_interval_ms=20, pings_unanswered_max=3))
-    client = await RawClient.connect(server)
+    client = await raw(server)
     client.open_call()
     await until(lambda: server.call_count == 1)
-    while await client.reader.read(1 << 16):
-        pass
+    assert await client.goaway() is None
     await until(lambda: server.connection_count == 0 and server.call_count == 0)
-    await client.close()
 
 
-async def test_a_flood_is_told_to_calm_down_while_others_are_served(start: Start):
+async def test_a_flood_is_told_to_calm_down_while_others_are_served(start: Start, raw: Raw):
     server = await start()
-    clients = [await RawClient.connect(server) for _ in range(4)]
+    clients = [await raw(server) for _ in range(4)]
     flood = PingFrame(0, opaque_data=b"12345678").serialize() * 5_000
     for client in clients:
         client.writer.write(flood)
@@ -348,12 +362,10 @@ async def test_a_flood_is_told_to_calm_down_while_others_are_served(start: Start
         goaway = await client.goaway()
         assert goaway is not None
         assert goaway.error_code == 11
-        assert goaway.additional_data is None or b"PING" in goaway.additional_data
-        await client.close()
     await until(lambda: server.connection_count == 0)
 
 
-async def test_a_client_that_never_reads_is_not_read_either():
+async def test_a_client_that_never_reads_is_not_read_either(start: Start, raw: Raw):
     """Back-pressure: while replies wait for the network nothing more is read, and both go on when the client reads."""
     heard: list[bytes] = []
 
@@ -363,16 +375,20 @@ async def test_a_client_that_never_reads_is_not_read_either():
         while (message := await call.receive()) is not None:
             heard.append(message)
 
-    server = await serve(talk, tls=lambda: CONTEXT, world=WORLD)
-    client = await RawClient.connect(server)
+    server = await start(talk)
+    client = await raw(server)
     client.reading.pause_reading()
     client.h2.increment_flow_control_window(2**30)
     client.h2.increment_flow_control_window(2**30, client.open_call())
     client.flush()
     await until(lambda: server.call_count == 1)
     link = next(iter(server._links))
-    await until(lambda: link._paused)
-    assert link.core.queued_bytes(1) > 1_000_000
+    # The kernel's buffers fill in steps.
+    queued = 8_000_000
+    while not link._paused or link.core.queued_bytes(1) < queued:
+        queued = link.core.queued_bytes(1)
+        await assert_serves_with(server, lambda: not heard)
+    assert link.core.queued_bytes(1) > 5_000_000
     client.h2.send_data(1, b"\x00\x00\x00\x00\x05hello", end_stream=True)
     client.flush()
     await assert_serves_with(server, lambda: not heard)
@@ -382,13 +398,11 @@ async def test_a_client_that_never_reads_is_not_read_either():
     while read < 7_000_000:
         read += len(await client.reader.read(1 << 16))
     await until(lambda: heard == [b"hello"])
-    await client.close()
-    await server.close(drain_ms=0)
 
 
-async def test_clients_that_vanish_leave_nothing(start: Start):
+async def test_clients_that_vanish_leave_nothing(start: Start, raw: Raw):
     server = await start()
-    clients = [await RawClient.connect(server) for _ in range(10)]
+    clients = [await raw(server) for _ in range(10)]
     for client in clients:
         client.open_call()
     await until(lambda: server.call_count == 10)
@@ -402,7 +416,7 @@ def refuses_calls(connection: Connection) -> bool:
     return cast("SocketConnection", connection)._link.core.going_away is not None
 
 
-async def test_close_gives_calls_time_to_end():
+async def test_close_gives_calls_time_to_end(start: Start):
     started = asyncio.Event()
     release = asyncio.Event()
 
@@ -411,7 +425,7 @@ async def test_close_gives_calls_time_to_end():
         await release.wait()
         call.send(b"done")
 
-    server = await serve(slow, tls=lambda: CONTEXT, world=WORLD)
+    server = await start(slow)
     connection = await connect(server)
     answer = asyncio.ensure_future(connection.unary("/m", b"", timeout_s=10))
     await started.wait()
