@@ -71,7 +71,8 @@ class ControllerLoop:
         """Run the controller once; return whether it should run again at once."""
         self.runs += 1
         try:
-            more = await asyncio.wait_for(self.controller.reconcile(), RUN_TIMEOUT_MS / 1000)
+            async with asyncio.timeout(RUN_TIMEOUT_MS / 1000):
+                more = await self.controller.reconcile()
         except (BetterComputeError, OSError, TimeoutError) as error:
             self._fail(str(error) or type(error).__name__)
             return False
@@ -96,7 +97,8 @@ class ControllerLoop:
             return
         pause_ms = PAUSE_BETWEEN_BATCHES_MS if more else self.controller.interval_ms
         try:
-            await asyncio.wait_for(self._poked.wait(), pause_ms / 1000)
+            async with asyncio.timeout(pause_ms / 1000):
+                await self._poked.wait()
         except TimeoutError:
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import structlog
 
@@ -62,13 +63,18 @@ class Worker:
                 )
                 try:
                     await connection.listen(channels.OUTBOX, lambda _: self.controllers.poke(outbox.NAME))
-                    while not connection.lost.is_set():
-                        try:
-                            await asyncio.wait_for(connection.lost.wait(), PROBE_S)
-                        except TimeoutError:
-                            await asyncio.wait_for(connection.query("SELECT 1"), PROBE_S)
+                    await self._watch(connection)
                 finally:
                     await connection.close()
             except (BetterComputeError, TimeoutError) as error:
                 log.warning("notifications are away: controllers poll", error=str(error))
             await asyncio.sleep(self._world.dice.uniform(0, RECONNECT_S))
+
+    async def _watch(self, connection: DedicatedConnection) -> None:
+        """Return when the connection is lost, or does not answer."""
+        while not connection.lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_S):
+                    await connection.lost.wait()
+            async with asyncio.timeout(PROBE_S):
+                await connection.query("SELECT 1")

@@ -204,7 +204,8 @@ class Acceptor:
 
     async def _first_frame(self, call: ServerCall, certificate: CertificateFacts) -> messages.Hello:
         try:
-            first = await asyncio.wait_for(call.receive(), FIRST_FRAME_S)
+            async with asyncio.timeout(FIRST_FRAME_S):
+                first = await call.receive()
         except TimeoutError:
             raise refuse(Reason.NOT_HELLO, f"no first frame within {FIRST_FRAME_S:g} s: it must be hello") from None
         if first is None:
@@ -313,7 +314,8 @@ class Acceptor:
 
     async def _request(self, call: ServerCall) -> bytes:
         try:
-            request = await asyncio.wait_for(call.receive(), FIRST_FRAME_S)
+            async with asyncio.timeout(FIRST_FRAME_S):
+                request = await call.receive()
         except TimeoutError:
             raise refuse(Reason.BAD_REQUEST, f"no request within {FIRST_FRAME_S:g} s") from None
         if request is None:

@@ -63,7 +63,8 @@ class DisconnectWriter:
 
     async def _add_later(self, ending: _Ending) -> None:
         try:
-            await asyncio.wait_for(self._ingest.settled(ending.key.node_id), FACTS_WAIT_S)
+            async with asyncio.timeout(FACTS_WAIT_S):
+                await self._ingest.settled(ending.key.node_id)
         except TimeoutError:
             log.warning("disconnect written before its facts", node_id=ending.key.node_id)
         self._add_now(ending)

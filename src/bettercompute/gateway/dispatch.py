@@ -230,7 +230,8 @@ class Dispatcher:
     async def _poll_loop(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poll_now.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._poll_now.wait()
             self._poll_now.clear()
             if len(self._registry):
                 await self._survive(self._poll())

@@ -145,7 +145,8 @@ class HelloTransactions:
 
     async def _settle_facts(self, node_id: str) -> None:
         try:
-            await asyncio.wait_for(self._ingest.settled(node_id), FACTS_WAIT_S)
+            async with asyncio.timeout(FACTS_WAIT_S):
+                await self._ingest.settled(node_id)
         except TimeoutError:
             raise Unavailable(f"facts of node {node_id} wait for the database since {FACTS_WAIT_S} s") from None
 

@@ -100,7 +100,8 @@ class LeaseKeeper:
             return False
         started_ms = self._world.clock.monotonic_ms()
         try:
-            matched = await asyncio.wait_for(self._claim_or_renew(), ATTEMPT_TIMEOUT_S)
+            async with asyncio.timeout(ATTEMPT_TIMEOUT_S):
+                matched = await self._claim_or_renew()
         except (BetterComputeError, OSError, TimeoutError) as error:
             log.warning("lease not renewed", error=str(error) or type(error).__name__)
             await self._disconnect()
@@ -136,7 +137,8 @@ class LeaseKeeper:
 
 async def _wait(stop: asyncio.Event, seconds: float) -> None:
     try:
-        await asyncio.wait_for(stop.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await stop.wait()
     except TimeoutError:
         return
 
@@ -144,7 +146,8 @@ async def _wait(stop: asyncio.Event, seconds: float) -> None:
 async def _quietly(closing: Coroutine[Any, Any, None]) -> None:
     """Await a farewell that nothing depends on: the row expires by itself, and the connection with the process."""
     try:
-        await asyncio.wait_for(closing, 1)
+        async with asyncio.timeout(1):
+            await closing
     except (BetterComputeError, OSError, TimeoutError) as error:
         log.info("lease connection ended", error=str(error) or type(error).__name__)
 

@@ -185,7 +185,8 @@ class GatewayLife:
         while True:
             due_ms = self._world.clock.monotonic_ms() + round(WATCH_S * 1000)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), WATCH_S)
+                async with asyncio.timeout(WATCH_S):
+                    await self._changed.wait()
                 due_ms = self._world.clock.monotonic_ms()
             self._changed.clear()
             self.loop_lag_ms = max(0, self._world.clock.monotonic_ms() - due_ms)
@@ -216,7 +217,8 @@ class GatewayLife:
         for session in self.registry:
             session.give(GatewayStopping())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._written(), STOP_WAIT_S)
+            async with asyncio.timeout(STOP_WAIT_S):
+                await self._written()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from bettercompute.errors import BetterComputeError
+from bettercompute.errors import BetterComputeError, Unavailable
 from bettercompute.store.database import DedicatedConnection
 from bettercompute.world import World
 
@@ -67,6 +67,16 @@ class NotificationListener:
     async def _watch(self, connection: DedicatedConnection) -> None:
         while not connection.lost.is_set():
             try:
-                await asyncio.wait_for(connection.lost.wait(), PROBE_S)
+                async with asyncio.timeout(PROBE_S):
+                    await connection.lost.wait()
             except TimeoutError:
-                await asyncio.wait_for(connection.query("SELECT 1"), PROBE_S)
+                await self._probe(connection)
+
+    async def _probe(self, connection: DedicatedConnection) -> None:
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await connection.query("SELECT 1")
+        except TimeoutError:
+            raise Unavailable(
+                f"the database does not answer on the connection of notifications since {PROBE_S} s"
+            ) from None

@@ -65,7 +65,8 @@ class RevocationFeed:
             except BetterComputeError as error:
                 log.warning("revocations not read", error=error.message)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._woken.wait()
             self._woken.clear()
 
     async def read(self) -> None:

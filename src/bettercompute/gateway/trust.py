@@ -35,7 +35,8 @@ class PublishedTrust:
         while True:
             await self.read()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._woken.wait()
             self._woken.clear()
 
     async def read(self) -> None:
