@@ -242,7 +242,7 @@ class HelloPlan:
     row: RowValues
     # node_certs
     first_use: bool
-    """Mark the serial used, and every other serial of its generation superseded."""
+    """Mark the serial used, and those of its generation that were issued before it superseded."""
     # commands, by id
     results: tuple[CommandFact, ...]
     """done_results of the Hello, for the fact statement (merged, `AND node_id =`); all are acked after the commit."""

@@ -173,15 +173,21 @@ async def test_a_gateway_without_its_lease_takes_no_node_over(rig):
     assert (await rig.row("node-a"))["session_epoch"] == 0
 
 
-async def test_first_use_supersedes_the_other_serials(rig):
+async def test_first_use_supersedes_what_was_issued_before(rig):
     node = await rig.add_node("node-a")
-    await seed.add_certificate(rig.database, "node-a", serial="abc")
+    for serial, seconds in (("abc", -60), ("def", 60)):
+        await seed.add_certificate(rig.database, "node-a", serial=serial)
+        await rig.database.query(
+            f"UPDATE node_certs SET issued_at = issued_at + interval '{seconds} s' WHERE serial = '{serial}'"
+        )
     await rig.connect(node)
     rows = await rig.database.query("SELECT serial, first_used_at, superseded_at FROM node_certs")
     by_serial = {row["serial"]: row for row in rows}
     assert by_serial[node.serial]["first_used_at"] is not None
     assert by_serial[node.serial]["superseded_at"] is None
     assert by_serial["abc"]["superseded_at"] is not None
+    # A renewal that has not been used yet stays valid.
+    assert by_serial["def"]["superseded_at"] is None
 
 
 async def test_clones_are_quarantined_and_both_are_told(rig):

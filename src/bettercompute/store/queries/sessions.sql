@@ -64,9 +64,9 @@ WITH taken AS (
   FROM taken
   WHERE n.node_id = taken.node_id
 ), certificates AS MATERIALIZED (
-  SELECT c.serial FROM node_certs c, taken
-  WHERE :first_use::boolean AND c.node_id = taken.node_id AND c.superseded_at IS NULL
-    AND c.identity_generation = (SELECT p.identity_generation FROM node_certs p WHERE p.serial = :cert_serial)
+  SELECT c.serial FROM node_certs c, taken, node_certs p
+  WHERE :first_use::boolean AND p.serial = :cert_serial AND c.node_id = taken.node_id AND c.superseded_at IS NULL
+    AND c.identity_generation = p.identity_generation AND c.issued_at <= p.issued_at
   ORDER BY c.serial
   FOR NO KEY UPDATE OF c
 ), used AS (
