@@ -40,7 +40,8 @@ class FinishedFeed:
     async def wait(self, *, timeout_s: float) -> None:
         """Return at the next hint, or after `timeout_s` or a poll period, whichever comes first."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hint.wait(), max(0.0, min(timeout_s, POLL_S)))
+            async with asyncio.timeout(max(0.0, min(timeout_s, POLL_S))):
+                await self._hint.wait()
 
     def _wake(self, _: str) -> None:
         self._hint.set()

@@ -165,7 +165,8 @@ async def _join(node: DevNode, running: Running) -> None:
     token = await _token_for(running, node_id=node.node_id)
     process = await _start(node, "join", stdin=asyncio.subprocess.PIPE)
     try:
-        await asyncio.wait_for(process.communicate(token.encode()), JOIN_S)
+        async with asyncio.timeout(JOIN_S):
+            await process.communicate(token.encode())
     except TimeoutError:
         process.kill()
         await process.wait()
@@ -203,7 +204,8 @@ async def _stop(node: DevNode) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:
-        await asyncio.wait_for(process.wait(), STOP_S)
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
