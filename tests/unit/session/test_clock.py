@@ -185,3 +185,8 @@ def test_time_a_daemon_lives_by_never_steps_back_within_what_is_confirmed(moves:
         if not state.unconfirmed:
             assert clock.session_time(state, now_ms=now) >= last
             last = state.mark_ms
+
+
+def test_a_host_clock_that_agrees_never_moves_confirmed_time_back() -> None:
+    state = accepted(joined_at(), T + MINUTE_MS, wall_ms=T, now_ms=2 * MINUTE_MS)
+    assert clock.confirmed_time(state, now_ms=2 * MINUTE_MS) == T + 2 * MINUTE_MS

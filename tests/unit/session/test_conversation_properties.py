@@ -111,7 +111,7 @@ def bring_to_an_end(world: World) -> None:
 
 
 @given(st.lists(STEPS, min_size=15, max_size=80))
-@settings(max_examples=250)
+@settings(max_examples=120)
 def test_credits_are_exact_and_every_command_ends(steps: list[tuple[str, object]]) -> None:
     world = World(credits_by_lane={1: 2, 2: 1})
     for name, value in steps:

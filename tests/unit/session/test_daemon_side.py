@@ -280,6 +280,23 @@ def test_a_trust_bundle_is_handed_on_and_reported_once() -> None:
     assert sent(done, "status")[0].status.trust_version == 0
 
 
+def test_trust_that_changed_between_hello_and_welcome_is_reported_after_it() -> None:
+    state, _ = step(booted()[0], inputs.StatusChanged(messages.StatusReport()))
+    _, done = told(dialed(state), welcome=welcome())
+    assert sent(done, "status")[0].status.trust_version == 0, "Hello told it"
+    state, _ = step(dialed(state), inputs.TrustHeld(5, 0, b""))
+    _, done = told(state, welcome=welcome())
+    assert sent(done, "status")[0].status.trust_version == 5
+
+
+def test_an_ack_past_the_journals_end_is_not_believed() -> None:
+    state, done = told(dialed(booted(last_event_seq=4)[0]), welcome=welcome(acked_event_seq=99))
+    assert effects.AckEvents(4) in done
+    assert state.acked_event_seq == 4
+    state, done = step(state, inputs.EventsJournaled(5))
+    assert done == (effects.SendEvents("s-1", "j-1", 4, 5),)
+
+
 def test_a_clock_that_cannot_be_confirmed_is_a_condition() -> None:
     _, done = told(dialed(), welcome=welcome(server_time_ms=START_MS + 10 * 3_600_000))
     (condition,) = [effect for effect in done if isinstance(effect, effects.SetCondition)]

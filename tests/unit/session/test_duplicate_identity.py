@@ -151,6 +151,15 @@ def test_a_fork_in_the_window_is_proof_for_a_later_alternation() -> None:
     assert identity.hello("D").quarantine
 
 
+def test_a_fork_alone_is_proof() -> None:
+    row = replace(empty_row(), gateway_id="gw", last_seen_ms=START_MS, boot_id="A", hello_nonce=nonce(9))
+    row = replace(row, duplicate_hellos=3, duplicate_since_ms=START_MS)
+    claim = Claim(boot_id="B", hello_nonce=nonce(1), previous_hello_nonce=nonce(2))
+    judged = judge(row, claim, GATEWAY, now_ms=START_MS)
+    assert judged.quarantine
+    assert not judged.reboot_loop
+
+
 def test_a_hello_that_a_proxy_could_have_written_is_not_counted() -> None:
     row = replace(empty_row(), gateway_id="gw", last_seen_ms=START_MS, boot_id="A", duplicate_hellos=9)
     row = replace(row, duplicate_since_ms=START_MS, recent_boots=())

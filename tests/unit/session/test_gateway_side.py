@@ -424,6 +424,10 @@ def test_a_cancel_is_told_and_ends_holding_back() -> None:
     assert [held.command_id for held in state.held] == ["c-10"]
 
 
+def test_a_session_that_awaits_a_new_journal_is_told_no_cancel() -> None:
+    assert step(session(awaits_new_journal=True), inputs.CancelRequested("c-1"))[1] == ()
+
+
 def test_a_drained_session_is_not_dispatched_to_and_ends_late() -> None:
     state, effects = step(session(), inputs.DrainRequested(5_000), 0)
     (frame,) = frames(effects)
