@@ -1,7 +1,8 @@
 """The composition root: which parts a role needs, in what order they start, and in what order they stop.
 
-Roles meet only in the database, so any number of processes may run any of them. A gateway reaches JoinService in its
-own process, which therefore needs the key folder.
+Roles meet only in the database, so any number of processes may run any of them; only a gateway also calls JoinService.
+It finds it in its own process, which then holds the installation's keys, or over the internal HTTP in the api's, and
+then holds no key but its own.
 """
 
 from __future__ import annotations
@@ -22,10 +23,23 @@ from bettercompute.controllers.retention import Keep
 from bettercompute.controllers.worker import Worker
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.gateway.gateway import Gateway
+from bettercompute.gateway.services import GatewayServices
+from bettercompute.pki import keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.server.config import Config
 from bettercompute.server.http import HttpServer, listen
-from bettercompute.server.keys import advertised_url, ensure_operator_token, serving_secrets
+from bettercompute.server.internal_client import RemoteServices
+from bettercompute.server.internal_server import CONNECTIONS_MAX, CallerProtocol, create_internal_app
+from bettercompute.server.internal_tls import dialer_tls, listener_tls
+from bettercompute.server.keys import (
+    GATEWAY_FILES,
+    SERVING_FILES,
+    advertised_url,
+    check_serving_files,
+    ensure_operator_token,
+    serving_secrets,
+    warn_of_needless_keys,
+)
 from bettercompute.services.installation import Installation, publish_trust
 from bettercompute.services.join import JoinService
 from bettercompute.services.keys import ServiceKeys, load_service_keys
@@ -59,6 +73,23 @@ class Running:
     api_url: str | None
     gateway_url: str | None
     operator_token: str | None
+    internal_url: str | None = None
+    """Where gateways elsewhere reach the join service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Joining:
+    """JoinService in this process, and what it is made of."""
+
+    database: Database
+    keys: ServiceKeys
+    installation: Installation
+    service: JoinService
+
+
+def needs_service_keys(roles: frozenset[Role], config: Config) -> bool:
+    """Say whether JoinService runs in this process: for the api, and for a gateway that is not told of another one."""
+    return Role.API in roles or (Role.GATEWAY in roles and not config.gateway.services_url)
 
 
 @contextlib.asynccontextmanager
@@ -68,33 +99,98 @@ async def control_plane(config: Config, *, dsn: str, roles: frozenset[Role], wor
     Raises `Refused` for missing keys, a port that is taken or a schema that is not current, Unavailable when the
     database does not answer.
     """
+    _check_files(config, roles=roles, world=world)
     await migrations.require_current(dsn)
-    folder = KeyFolder(config.pki_path)
-    keys = load_service_keys(folder)
-    advertised = advertised_url(config, folder)
-    installation = Installation(trust_domain=config.pki.trust_domain, gateway_urls=(advertised,))
     async with contextlib.AsyncExitStack() as stack:
-        database = await Database.open(
-            dsn, dice=world.dice, application_name="better-compute", pool_size=config.database.pool_size
-        )
-        stack.push_async_callback(database.close)
-        await publish_trust(database, keys=keys, installation=installation, world=world)
+        joining = None
+        if needs_service_keys(roles, config):
+            joining = await _open_joining(stack, config, dsn=dsn, roles=roles, world=world)
         if Role.WORKER in roles:
-            _start_worker(stack, config, database=database, world=world)
+            shared = joining.database if joining is not None else await _open_database(stack, config, dsn, world)
+            _start_worker(stack, config, database=shared, world=world)
         gateway_url = None
         if Role.GATEWAY in roles:
-            services = JoinService(database, keys=keys, installation=installation, world=world)
-            await _start_gateway(stack, config, advertised=advertised, dsn=dsn, services=services, world=world)
-            gateway_url = advertised
-        api_url = operator_token = None
+            services = _services(stack, config, joining=joining, world=world)
+            gateway_url = await _start_gateway(stack, config, dsn=dsn, services=services, world=world)
+        api_url = internal_url = operator_token = None
         if Role.API in roles:
-            operator_token = await ensure_operator_token(database, state_dir=config.state_path, world=world)
-            api_url = await _start_api(
-                stack, config, database=database, dsn=dsn, keys=keys, installation=installation, world=world
-            )
-        _log.info("started", roles=sorted(roles), api=api_url, gateway=gateway_url, version=bettercompute.__version__)
-        yield Running(api_url=api_url, gateway_url=gateway_url, operator_token=operator_token)
+            assert joining is not None, "the api needs the service keys"
+            operator_token = await ensure_operator_token(joining.database, state_dir=config.state_path, world=world)
+            api_url = _start_api(stack, config, joining=joining, dsn=dsn, world=world)
+            if config.internal.host:
+                internal_url = _start_internal(stack, config, services=joining.service)
+        running = Running(
+            api_url=api_url, gateway_url=gateway_url, operator_token=operator_token, internal_url=internal_url
+        )
+        _log.info(
+            "started",
+            roles=sorted(roles),
+            api=api_url,
+            gateway=gateway_url,
+            internal=internal_url,
+            version=bettercompute.__version__,
+        )
+        yield running
         _log.info("stopping")
+
+
+def _check_files(config: Config, *, roles: frozenset[Role], world: World) -> None:
+    """Refuse a key folder that lacks what a role here shows or believes, before anything starts."""
+    folder = KeyFolder(config.pki_path)
+    now_ms = world.clock.now_ms()
+    if Role.GATEWAY in roles and config.gateway.services_url:
+        check_serving_files(folder, files=GATEWAY_FILES, what="a gateway with services_url", now_ms=now_ms)
+        if not needs_service_keys(roles, config):
+            warn_of_needless_keys(folder)
+    if Role.API in roles and config.internal.host:
+        check_serving_files(folder, files=SERVING_FILES, what="the internal listener", now_ms=now_ms)
+
+
+async def _open_database(stack: contextlib.AsyncExitStack, config: Config, dsn: str, world: World) -> Database:
+    database = await Database.open(
+        dsn, dice=world.dice, application_name="better-compute", pool_size=config.database.pool_size
+    )
+    stack.push_async_callback(database.close)
+    return database
+
+
+async def _open_joining(
+    stack: contextlib.AsyncExitStack, config: Config, *, dsn: str, roles: frozenset[Role], world: World
+) -> _Joining:
+    folder = KeyFolder(config.pki_path)
+    keys = load_service_keys(folder)
+    advertised = advertised_url(config, folder, gateway_is_here=Role.GATEWAY in roles)
+    installation = Installation(trust_domain=config.pki.trust_domain, gateway_urls=(advertised,))
+    database = await _open_database(stack, config, dsn, world)
+    await publish_trust(database, keys=keys, installation=installation, world=world)
+    service = JoinService(database, keys=keys, installation=installation, world=world)
+    return _Joining(database=database, keys=keys, installation=installation, service=service)
+
+
+def _services(
+    stack: contextlib.AsyncExitStack, config: Config, *, joining: _Joining | None, world: World
+) -> GatewayServices:
+    """Return the join service that the gateway here is told of: the one in this process, or a client of another."""
+    if not config.gateway.services_url:
+        assert joining is not None, "a gateway without services_url needs the service keys"
+        return joining.service
+    secrets = serving_secrets(KeyFolder(config.pki_path), peers_ca=keyfiles.SERVING_CA)
+    remote = RemoteServices(config.gateway.services_url, tls=dialer_tls(secrets), world=world)
+    stack.push_async_callback(remote.close)
+    return remote
+
+
+def _start_internal(stack: contextlib.AsyncExitStack, config: Config, *, services: GatewayServices) -> str:
+    secrets = serving_secrets(KeyFolder(config.pki_path), peers_ca=keyfiles.SERVING_CA)
+    server = HttpServer(
+        create_internal_app(services, gateway_names=config.internal.gateway_names),
+        listener=listen(config.internal.host, config.internal.port, purpose="internal"),
+        tls=listener_tls(secrets),
+        protocol=CallerProtocol,
+        connections_max=CONNECTIONS_MAX,
+    )
+    stack.push_async_callback(server.stop)
+    return server.url
 
 
 def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database: Database, world: World) -> None:
@@ -111,11 +207,12 @@ async def _start_gateway(
     stack: contextlib.AsyncExitStack,
     config: Config,
     *,
-    advertised: str,
     dsn: str,
-    services: JoinService,
+    services: GatewayServices,
     world: World,
-) -> None:
+) -> str:
+    folder = KeyFolder(config.pki_path)
+    advertised = advertised_url(config, folder, gateway_is_here=True)
     # A pool of its own: the server bounds every transaction of a gateway, so that a hung one holds no lock for long.
     database = await Database.open(
         dsn,
@@ -139,28 +236,21 @@ async def _start_gateway(
         database=database,
         services=services,
         world=world,
-        tls=reloading(serving_secrets(KeyFolder(config.pki_path))),
+        tls=reloading(serving_secrets(folder)),
     )
     await gateway.start()
     stack.push_async_callback(gateway.stop)
     # Not ready is no error: a database that is slow now must not keep the process from serving later.
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(gateway.until_ready(), GATEWAY_READY_S)
+    return advertised
 
 
-async def _start_api(
-    stack: contextlib.AsyncExitStack,
-    config: Config,
-    *,
-    database: Database,
-    dsn: str,
-    keys: ServiceKeys,
-    installation: Installation,
-    world: World,
-) -> str:
+def _start_api(stack: contextlib.AsyncExitStack, config: Config, *, joining: _Joining, dsn: str, world: World) -> str:
+    keys, installation = joining.keys, joining.installation
     finished = FinishedFeed(dsn)
     context = ApiContext(
-        database=database,
+        database=joining.database,
         world=world,
         finished=finished,
         join_endpoint=JoinEndpoint(
@@ -169,7 +259,7 @@ async def _start_api(
             join_signing_key=keys.join_signing.public_key(),
             join_encryption_key=keys.join_encryption.public_key(),
         ),
-        provisioner=ProvisionService(database, keys=keys, installation=installation, world=world),
+        provisioner=ProvisionService(joining.database, keys=keys, installation=installation, world=world),
         trust_domain=config.pki.trust_domain,
         site=config.pki.site,
     )

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from bettercompute.errors import Refused
 from bettercompute.protocol.statuses import Reason, Status
@@ -18,6 +19,15 @@ from bettercompute.protocol.statuses import Reason, Status
 CONFIG_BYTES_MAX = 1 << 20
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
+
+
+_ORIGIN = re.compile(r"https://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
+
+
+def _services_url(url: str) -> str:
+    if url and not _ORIGIN.fullmatch(url):
+        raise ValueError("write https://HOST:PORT, nothing after it")
+    return url
 
 
 class _Section(BaseModel):
@@ -48,6 +58,15 @@ class GatewaySection(_Section):
     max_streams: Annotated[int, Field(ge=1, le=100_000)] = 5_000
     handshakes_per_s: Annotated[int, Field(ge=1, le=10_000)] = 200
     heartbeat_interval_ms: Annotated[int, Field(ge=100, le=600_000)] = 10_000
+    services_url: Annotated[str, AfterValidator(_services_url)] = ""
+
+
+class InternalSection(_Section):
+    """Where gateways on other hosts reach the join service. Empty `host`: nowhere."""
+
+    host: str = ""
+    port: Port = 8444
+    gateway_names: Annotated[list[str], Field(max_length=1_000)] = []
 
 
 class PkiSection(_Section):
@@ -70,6 +89,7 @@ class Config(_Section):
     state_dir: str = "/var/lib/better-compute"
     database: DatabaseSection = DatabaseSection()
     api: ApiSection = ApiSection()
+    internal: InternalSection = InternalSection()
     gateway: GatewaySection = GatewaySection()
     pki: PkiSection = PkiSection()
     worker: WorkerSection = WorkerSection()

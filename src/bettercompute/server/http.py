@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from bettercompute.errors import Refused
 from bettercompute.protocol.statuses import Reason, Status
@@ -28,10 +29,20 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """A running API."""
+    """A running application."""
 
-    def __init__(self, app: FastAPI, *, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        *,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None = None,
+        protocol: type[asyncio.Protocol] | None = None,
+        connections_max: int | None = None,
+    ) -> None:
+        """Serve `app` at once. `protocol` is the class of each connection, by default uvicorn's own."""
         self._listener = listener
+        self._scheme = "http" if tls is None else "https"
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -40,6 +51,9 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=GRACEFUL_STOP_S,
             h11_max_incomplete_event_size=64 << 10,
+            limit_concurrency=connections_max,
+            ssl_context_factory=None if tls is None else lambda *_: tls,
+            http=protocol or "auto",
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="api")
@@ -49,7 +63,7 @@ class HttpServer:
         """Where it listens; a wildcard address is told as loopback."""
         host, port = self._listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
 
     async def stop(self) -> None:
         """Stop listening, give open requests a moment, end."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cryptography import x509
+import structlog
 
 from bettercompute.api.auth import token_sha256
-from bettercompute.pki import keyfiles
+from bettercompute.errors import Refused
+from bettercompute.pki import certificates, keyfiles
+from bettercompute.pki.certificates import Use
 from bettercompute.pki.join_token import check_gateway_url
 from bettercompute.pki.keyfiles import KeyFolder, LocalDisk
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.server.config import Config
+from bettercompute.server.internal_tls import names_of
 from bettercompute.services.pki_setup import GATEWAY
 from bettercompute.store import api_tokens
 from bettercompute.store.database import Database
@@ -23,13 +26,51 @@ OPERATOR_TOKEN_FILE = "operator-token"  # noqa: S105 - a file's name
 OPERATOR_NAME = "operator"
 TOKEN_PREFIX = "bct1_"  # noqa: S105 - a prefix, no secret
 
+# What a process shows and by which CA it judges who is at the other end, of nodes and of our own processes.
+SERVING_FILES = (f"{GATEWAY}.pem", f"{GATEWAY}.key", f"{keyfiles.SERVING_CA}.pem")
+# All that a gateway holds which reaches the join service elsewhere.
+GATEWAY_FILES = (*SERVING_FILES, f"{keyfiles.NODE_CA}.pem")
 
-def serving_secrets(folder: KeyFolder) -> Callable[[], ServerSecrets]:
-    """Return a source of the gateway's certificate, key and client CA that follows the files.
+_log = structlog.get_logger("bettercompute.server.keys")
+
+
+def check_serving_files(folder: KeyFolder, *, files: tuple[str, ...], what: str, now_ms: int) -> None:
+    """Refuse INVALID_CONFIG in one sentence a folder in which `what` cannot start, naming what is missing or wrong."""
+    missing = [name for name in files if not folder.path(name).is_file()]
+    if missing:
+        raise refuse(
+            Reason.INVALID_CONFIG,
+            f"{what} needs {', '.join(files)} in {folder.folder}, and {', '.join(missing)} is missing: where the CAs' "
+            f"keys are, run `better-compute pki issue-gateway --san NAME --out DIR` and copy DIR to {folder.folder}",
+        )
+    leaf = folder.authority(GATEWAY).certificate
+    serving_ca = folder.certificate(keyfiles.SERVING_CA)
+    try:
+        chain_der = certificates.chain_from_pem(folder.pem(GATEWAY))
+        certificates.verify_chain(chain_der, roots=[serving_ca], use=Use.SERVER, now_ms=now_ms)
+    except Refused as error:
+        raise refuse(
+            Reason.INVALID_CONFIG,
+            f"{folder.path(SERVING_FILES[0])} cannot be used with the {SERVING_FILES[2]} beside it: {error.message}; "
+            f"issue it anew for {', '.join(names_of(leaf))}",
+        ) from error
+    if f"{keyfiles.NODE_CA}.pem" in files:
+        folder.certificate(keyfiles.NODE_CA)
+
+
+def warn_of_needless_keys(folder: KeyFolder) -> None:
+    """Log which keys lie in a gateway's folder without need: whoever takes the host takes them."""
+    needless = sorted(set(folder.names()) - {GATEWAY})
+    if needless:
+        _log.warning("this gateway needs none of these keys: remove them", folder=str(folder.folder), keys=needless)
+
+
+def serving_secrets(folder: KeyFolder, *, peers_ca: str = keyfiles.NODE_CA) -> Callable[[], ServerSecrets]:
+    """Return a source of the serving certificate, its key and the CA of the other end, that follows the files.
 
     It is asked at each connection, so it only looks at their times and reads again when one has changed.
     """
-    names = (f"{GATEWAY}.pem", f"{GATEWAY}.key", f"{keyfiles.NODE_CA}.pem")
+    names = (f"{GATEWAY}.pem", f"{GATEWAY}.key", f"{peers_ca}.pem")
     held: tuple[tuple[int, ...], ServerSecrets] | None = None
 
     def load() -> ServerSecrets:
@@ -45,7 +86,7 @@ def serving_secrets(folder: KeyFolder) -> Callable[[], ServerSecrets]:
             secrets = ServerSecrets(
                 certificate_chain_pem=folder.pem(GATEWAY),
                 private_key_pem=keyfiles.key_to_pem(folder.key(GATEWAY)),
-                client_ca_pem=folder.pem(keyfiles.NODE_CA),
+                client_ca_pem=folder.pem(peers_ca),
             )
             held = times, secrets
         return held[1]
@@ -53,15 +94,20 @@ def serving_secrets(folder: KeyFolder) -> Callable[[], ServerSecrets]:
     return load
 
 
-def advertised_url(config: Config, folder: KeyFolder) -> str:
+def advertised_url(config: Config, folder: KeyFolder, *, gateway_is_here: bool) -> str:
     """Return what nodes are told to dial: the configured address, or the serving certificate's first name and the port.
 
     Raises `Refused` when neither says it.
     """
     if config.gateway.advertise_url:
         return check_gateway_url(config.gateway.advertise_url)
-    names = folder.certificate(GATEWAY).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    name = next((str(item.value) for item in names if isinstance(item, x509.DNSName | x509.IPAddress)), None)
+    if config.internal.host and not gateway_is_here:
+        raise refuse(
+            Reason.INVALID_CONFIG,
+            "gateway.advertise_url is empty, and the gateways run elsewhere ([internal] host is set): set it to what "
+            "nodes shall dial",
+        )
+    name = next(iter(names_of(folder.certificate(GATEWAY))), None)
     if name is None or config.gateway.port == 0:
         raise refuse(
             Reason.INVALID_CONFIG,
