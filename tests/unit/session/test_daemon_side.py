@@ -282,6 +282,7 @@ def test_a_trust_bundle_is_handed_on_and_reported_once() -> None:
 
 def test_trust_that_changed_between_hello_and_welcome_is_reported_after_it() -> None:
     state, _ = step(booted()[0], inputs.StatusChanged(messages.StatusReport()))
+    state, _ = step(state, inputs.TrustHeld(4, 0, b""))
     _, done = told(dialed(state), welcome=welcome())
     assert sent(done, "status")[0].status.trust_version == 0, "Hello told it"
     state, _ = step(dialed(state), inputs.TrustHeld(5, 0, b""))

@@ -470,6 +470,13 @@ def test_what_is_held_goes_before_what_is_pending() -> None:
     assert not state.held
 
 
+def test_no_more_is_asked_for_than_credits_allow() -> None:
+    state, _ = step(session(), inputs.CommandsMarked(tuple(marked(number) for number in range(1, 13))))
+    state, _ = received(state, update=messages.CommandUpdate(command_id="c-1", state=messages.COMMAND_STATE_SUCCEEDED))
+    control = demand(state).lanes[0]
+    assert (control.free, control.held, control.pending) == (1, ("c-9",), 0)
+
+
 def test_demands_carry_the_fence_and_the_restrictions() -> None:
     wanted = demand(session())
     assert (wanted.node_id, wanted.session_id, wanted.epoch, wanted.boot_id) == (NODE_ID, "s-1", 1, "b")
