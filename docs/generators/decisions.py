@@ -13,7 +13,6 @@ GROUPS = {
     30: "Store",
     40: "Identities and joining",
     50: "Sessions and delivery",
-    50: "Sessions and delivery",
     60: "Inventory",
     70: "Gateway",
     101: "How the parts behave together",
