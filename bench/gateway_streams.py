@@ -18,7 +18,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
-from bench.echo_reference import reference
+from bench.bare_h2 import reference
 from bench.measure import Figures, Meter, allow_many_files, options, report
 from bench.stack import BenchNode, BenchStack, add_nodes, stack
 from bettercompute.protocol import messages, service
@@ -215,7 +215,6 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--streams", type=int)
     parser.add_argument("--window", type=float, help="seconds over which idle streams are watched")
-    parser.add_argument("--echo-all", action="store_true", help="let the reference answer heartbeats too")
     wanted = parser.parse_args()
     sizes = QUICK if wanted.quick else FULL
     sizes = replace(
@@ -226,7 +225,7 @@ def main() -> None:
     )
     # Each stream is a descriptor here and one in the gateway.
     sizes = replace(sizes, streams=min(sizes.streams, allow_many_files() - 200))
-    with stack() as running, reference(running, echo_all=wanted.echo_all) as (echo_id, echo_url):
+    with stack() as running, reference(running) as (echo_id, echo_url):
         uvloop.run(measure(running, sizes, echo_id=echo_id, echo_url=echo_url))
 
 

@@ -1,7 +1,10 @@
 """The reference: a bare h2 server on uvloop without gRPC, calls, bounds or database, as a process of its own.
 
+With `--server transport` it is this project's own transport with nothing above it, which tells what of the distance
+between the two is the transport's and what the gateway's.
+
 It answers the first message of each stream with the same bytes, as Welcome answers Hello, and swallows the others, as a
-gateway does heartbeats; with `--echo-all` it answers each. TLS is the gateway's own (1.3, client certificates verified,
+gateway does heartbeats. TLS is the gateway's own (1.3, client certificates verified,
 no tickets), and it has the same tricks (one read buffer, silenced loggers, a tuned collector), so that what is compared
 is what this project adds and not what h2 and OpenSSL cost anybody.
 """
@@ -30,9 +33,9 @@ from bench.stack import BenchStack
 from bettercompute.pki import keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.services.pki_setup import GATEWAY
+from bettercompute.system import system_world
 from bettercompute.transport.h2_bounds import silence_hot_paths
-from bettercompute.transport.streams import tune_collector
-from bettercompute.transport.tls import ServerSecrets, server_context
+from bettercompute.transport.streams import ServerCall, ServerSecrets, serve, server_context, tune_collector
 
 READ_BYTES = 64 * 1024
 PING_S = 20.0
@@ -43,7 +46,6 @@ class Echo(asyncio.BufferedProtocol):
     """One connection."""
 
     buffer = memoryview(bytearray(READ_BYTES))
-    echo_all = False
 
     def __init__(self) -> None:
         self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
@@ -77,7 +79,7 @@ class Echo(asyncio.BufferedProtocol):
                 self._h2.send_headers(event.stream_id, ANSWER_HEADERS)
             elif isinstance(event, h2.events.DataReceived):
                 self._h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-                if self.echo_all or event.stream_id not in self._answered:
+                if event.stream_id not in self._answered:
                     self._answered.add(event.stream_id)
                     self._h2.send_data(event.stream_id, event.data)
         self._flush()
@@ -100,20 +102,37 @@ class Echo(asyncio.BufferedProtocol):
         self._schedule_ping()
 
 
-async def _serve(listener: socket.socket, context: ssl.SSLContext) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(Echo, sock=listener, ssl=context, backlog=1024)
+async def _serve_bare(port: int, context: ssl.SSLContext) -> None:
+    await asyncio.get_running_loop().create_server(Echo, "127.0.0.1", port, ssl=context, backlog=1024)
+
+
+async def _serve_transport(port: int, context: ssl.SSLContext) -> None:
+    async def answer(call: ServerCall) -> None:
+        first = await call.receive()
+        if first is not None:
+            call.send(first)
+        while await call.receive() is not None:
+            pass
+
+    await serve(answer, port=port, tls=lambda: context, world=system_world())
+
+
+SERVERS = {"bare": _serve_bare, "transport": _serve_transport}
+
+
+async def _serve(server: str, port: int, context: ssl.SSLContext) -> None:
+    await SERVERS[server](port, context)
     tune_collector()
     print("ready", flush=True)
-    await server.serve_forever()
+    await asyncio.Event().wait()
 
 
 @contextlib.contextmanager
-def reference(running: BenchStack, *, echo_all: bool = False) -> Iterator[tuple[int, str]]:
+def reference(running: BenchStack, *, server: str = "bare") -> Iterator[tuple[int, str]]:
     """Run the reference with the stack's keys until the block ends, and give its process id and url."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
-    arguments = ["--pki", str(running.keys.folder), "--port", str(port), *(["--echo-all"] if echo_all else [])]
+    arguments = ["--pki", str(running.keys.folder), "--port", str(port), "--server", server]
     process = subprocess.Popen([sys.executable, str(Path(__file__)), *arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -130,20 +149,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--pki", type=Path, required=True, help="the folder of the installation's keys")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--echo-all", action="store_true")
+    parser.add_argument("--server", choices=sorted(SERVERS), default="bare")
     wanted = parser.parse_args()
     silence_hot_paths()
-    Echo.echo_all = wanted.echo_all
     keys = KeyFolder(wanted.pki)
     secrets = ServerSecrets(
         certificate_chain_pem=keys.pem(GATEWAY),
         private_key_pem=keyfiles.key_to_pem(keys.key(GATEWAY)),
         client_ca_pem=keys.pem(keyfiles.NODE_CA),
     )
-    listener = socket.create_server(("127.0.0.1", wanted.port), backlog=1024)
-    listener.setblocking(False)
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(_serve(listener, server_context(secrets)))
+        uvloop.run(_serve(wanted.server, wanted.port, server_context(secrets)))
 
 
 if __name__ == "__main__":
