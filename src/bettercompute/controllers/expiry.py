@@ -1,7 +1,7 @@
-"""The expiry controller: pending commands whose `not_after` has passed end expired ("Delivery", decisions 5).
+"""The expiry controller: pending commands whose `not_after` has passed end expired.
 
 Only what was never sent expires here. A command in flight past its deadline on a silent node is shown as overdue and
-never guessed at.
+never guessed at. See docs/gateway.md, "The controllers"; decisions 0105.
 """
 
 from __future__ import annotations

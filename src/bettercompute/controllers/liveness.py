@@ -1,8 +1,9 @@
-"""The Liveness controller: the transitions that nobody reports ("Liveness", decisions 7).
+"""The Liveness controller: the transitions that nobody reports.
 
-A gateway writes `connected` and `disconnected`; its own death, and what it hung on, are found here from the rows.
-After the database or this controller was away nothing is judged for 5 minutes: ages that nobody could flush are no
-evidence. None of the transitions releases anything, and each is written only onto the row exactly as it was read.
+A gateway writes `connected` and `disconnected`; its own death, and what it hung on, are found here from the rows. After
+the database or this controller was away nothing is judged for 5 minutes: ages that nobody could flush are no evidence.
+None of the transitions releases anything, and each is written only onto the row exactly as it was read. See
+docs/sessions.md, "Liveness"; decisions 0107.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The outbox publisher: committed events get their place in the stream, after the commit (decisions 9)."""
+"""The outbox publisher: committed events get their place in the stream, after the commit.
+
+See docs/gateway.md, "The controllers"; decisions 0034 and 0109.
+"""
 
 from __future__ import annotations
 

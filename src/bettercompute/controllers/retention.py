@@ -1,4 +1,7 @@
-"""The retention controller: what has been kept long enough is removed, in batches (decisions 15)."""
+"""The retention controller: what has been kept long enough is removed, in batches.
+
+See docs/gateway.md, "The controllers"; decisions 0115.
+"""
 
 from __future__ import annotations
 

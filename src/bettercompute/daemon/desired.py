@@ -1,8 +1,9 @@
-"""The desired state that this node holds: taken, kept, converged section by section (decisions 6).
+"""The desired state that this node holds: taken, kept, converged section by section.
 
 Whether a generation is taken is judged by `delivery.desired_state`; here it is kept in the journal before anything
 follows from it, so that the node goes on enforcing its last one offline and after a restart. A section that this daemon
-does not know, or has nothing to converge with, is reported unsupported by its field number and the rest converges.
+does not know, or has nothing to converge with, is reported unsupported by its field number and the rest converges. See
+docs/delivery.md, "Desired state"; decisions 0106.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The daemon's half of Join: decisions 11 and the Protocol page's "The AgentGateway service".
+"""The daemon's half of Join.
 
 The key and its request are on disk before anything is sent, so a lost answer, a crash or a deferral is asked for again
 with the same request and gets the same certificate. The token goes sealed to JoinService; the answer is believed only
 when the join-signing key that the token pins signed it, for this very request. Then the identity is put on disk in one
-step.
+step. See docs/security.md, "Joining"; decisions 0111.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The journal's database: tables, bounds, checks at open, one transaction per group of writes (decisions 5 and 15).
+"""The journal's database: tables, bounds, checks at open, one transaction per group of writes.
 
 The only module that knows SQLite; synchronous, and owned by one thread (`group_commit.Journal`). When `apply` has
 returned, the writes survive a power cut. At open the CRC of every row, the counts and the commit number of the meta row
 and the seal beside the file are checked. Anything amiss, and the journal is set aside and a new one begins under a new
-id, because an older state that looks sound would run commands twice.
+id, because an older state that looks sound would run commands twice. See docs/delivery.md, "The journal"; decisions
+0105 and 0115.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The journal's files and folder: lock, refusal of network file systems, seal, ballast, setting aside (decisions 15).
+"""The journal's files and folder: lock, refusal of network file systems, seal, ballast, setting aside.
 
 SQLite alone cannot tell a journal whose last commits were cut off by one flipped bit in the write-ahead log from one
 that crashed before them: both replay to an older, sound state. The *seal* can: a counter of commits beside the
 database, fsynced after each commit and before anybody is told. A database behind its seal has lost what was promised.
+See docs/delivery.md, "The journal"; decisions 0115.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the journal holds, and the writes that change it, as plain values (decisions 4, 5 and 15).
+"""What the journal holds, and the writes that change it, as plain values.
 
 Every write is idempotent: one whose commit has an unknown outcome is simply applied again. Rows are stored column for
-column; `row_crc` covers every column of a row and its table's name, because SQLite itself notices few flipped bits.
+column; `row_crc` covers every column of a row and its table's name, because SQLite itself notices few flipped bits. See
+docs/delivery.md, "The journal"; decisions 0104, 0105 and 0115.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class JournalMeta:
 
 @dataclass(frozen=True, slots=True)
 class JournalLimits:
-    """How large the journal may grow (decisions 15)."""
+    """How large the journal may grow (decisions 0115)."""
 
     max_bytes: int = JOURNAL_BYTES_MAX
     reserve_bytes: int = 32 * 1024 * 1024

@@ -1,4 +1,7 @@
-"""Which machine this is: what tells it from a copy of its disk (decisions 11), and which boot of it."""
+"""Which machine this is: what tells it from a copy of its disk, and which boot of it.
+
+See docs/security.md, "On a node's disk"; decisions 0111.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Renewing this node's certificate before it expires (decisions 11, "Join, renew, certificates").
+"""Renewing this node's certificate before it expires.
 
 At two thirds of its life, with jitter, by the server's time; asked for with a new key that is on disk before it is
 sent, proven with the present one. A lost answer is asked for again with the same request. Once the new identity is on
-disk the session is dialed anew, because the old certificate's expiry would cut it.
+disk the session is dialed anew, because the old certificate's expiry would cut it. See docs/security.md, "Renewing";
+decisions 0111.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What becomes of a call at the gateway: admission, the first frame, the Hello, the session ("Opening").
+"""What becomes of a call at the gateway: admission, the first frame, the Hello, the session.
 
 Routes by path, and turns every refusal into its status, reason, pushback and the control plane's time. The rules are
-`session.opening`'s and `session.hello`'s. Join and Renew are relayed: they share the handshake bucket with Session.
+`session.opening`'s and `session.hello`'s. Join and Renew are relayed: they share the handshake bucket with Session. See
+docs/sessions.md, "Opening"; docs/gateway.md, "A call, step by step".
 """
 
 from __future__ import annotations

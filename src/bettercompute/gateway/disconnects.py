@@ -1,7 +1,7 @@
-"""Epoch-fenced disconnect writes ("Closing"), in batches: a gateway that stops closes thousands of sessions at once.
+"""Epoch-fenced disconnect writes, in batches: a gateway that stops closes thousands of sessions at once.
 
 A write that the database does not take now is tried again while the lease lasts, then given up: the row still names a
-gateway, and the Liveness controller finds it stale.
+gateway, and the Liveness controller finds it stale. See docs/sessions.md, "Closing".
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Work, not the fleet, drives it: a notification or a session's effect names a node, and only named nodes are asked what
 they can take. Two polls stand behind the notifications. Put-backs of BUSY commands go first; cancels and newer specs
-are looked up a moment later, many nodes at once, so that a plain command costs one statement.
+are looked up a moment later, many nodes at once, so that a plain command costs one statement. See docs/delivery.md,
+"Dispatch"; docs/gateway.md, "Commands".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What one group commit writes: the facts of all sessions, merged ("Group commit").
+"""What one group commit writes: the facts of all sessions, merged.
 
-Pure. Per command the highest state wins, so that acked, running and succeeded of one moment are one row write; per
-node the last status wins; events are ordered by seq, and the ack goes only as far as they are without a gap.
+Pure. Per command the highest state wins, so that acked, running and succeeded of one moment are one row write; per node
+the last status wins; events are ordered by seq, and the ack goes only as far as they are without a gap. See
+docs/gateway.md, "Facts".
 """
 
 from __future__ import annotations

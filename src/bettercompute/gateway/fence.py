@@ -1,10 +1,12 @@
-"""How long the gateway trusts its lease ("The gateway's lease"): local time may only make it stop sooner, never later.
+"""How long the gateway trusts its lease: local time may only make it stop sooner, never later.
 
 A lease renewed at T holds in the database until T + 15 s. The gateway believes in it for 13 s only, counted from
 *before* the renewal was sent, by a clock that counts suspended time. Every send and every write asks the fence first.
 Once the trust has lapsed, everything that was open or queued belongs to an old **opening** and stays fenced, although
 a later renewal may succeed (a process that was stopped and continued): the gateway first drops it, then reopens under
 a new number.
+
+See docs/gateway.md, "Its id, its lease, its fence"; decisions 0109.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The Hello transaction's shell: lock, read, decide, write ("The Hello transaction", decisions 5).
+"""The Hello transaction's shell: lock, read, decide, write.
 
-The row is locked by a statement of its own and everything else is read by a later one, so that nothing committed
-while the lock was waited for is missed. `session.hello.decide` makes the plan; it is written in at most two more
-statements. Each statement checks the lease. What this gateway holds queued of the node's facts is committed before.
-Whatever goes wrong, the stream is closed: there is no stream without a row.
+The row is locked by a statement of its own and everything else is read by a later one, so that nothing committed while
+the lock was waited for is missed. `session.hello.decide` makes the plan; it is written in at most two more statements.
+Each statement checks the lease. What this gateway holds queued of the node's facts is committed before. Whatever goes
+wrong, the stream is closed: there is no stream without a row. See docs/sessions.md, "The Hello transaction"; decisions
+0105.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Group commit of the facts of all sessions ("Group commit"): collected while the last batch is written, acked after.
+"""Group commit of the facts of all sessions: collected while the last batch is written, acked after.
 
 One batch at a time, each table in one statement of its own, which is its own transaction: facts are true one by one,
-and writing one twice changes nothing, so there is nothing to hold together, and locks are taken in one order. While
-the database is away a batch is kept and tried again for a bounded time, and sessions are not read beyond their share;
-then their sessions close UNAVAILABLE and the daemons say it all again. A batch that PostgreSQL refuses for what it
-says is halved until the guilty frame stands alone; only its session ends.
+and writing one twice changes nothing, so there is nothing to hold together, and locks are taken in one order. While the
+database is away a batch is kept and tried again for a bounded time, and sessions are not read beyond their share; then
+their sessions close UNAVAILABLE and the daemons say it all again. A batch that PostgreSQL refuses for what it says is
+halved until the guilty frame stands alone; only its session ends. See docs/gateway.md, "Facts"; decisions 0105.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The gateway's lease ("The gateway's lease"): one row, renewed from a thread of its own, so that no load delays it.
+"""The gateway's lease: one row, renewed from a thread of its own, so that no load delays it.
 
 The id is drawn at process start, never reused and never taken over. The keeper claims the row, renews it every 5 s by
-name and token on a connection that nothing else uses, and stops renewing while the main loop is silent: a gateway
-that hangs must lose its lease. A renewal that matches no row means that somebody has retired the gateway: it fences
-for good, and the process starts over under a new id. `LeaseThread` is the keeper in a thread with a loop of its own;
-the simulator runs the same keeper as a task.
+name and token on a connection that nothing else uses, and stops renewing while the main loop is silent: a gateway that
+hangs must lose its lease. A renewal that matches no row means that somebody has retired the gateway: it fences for
+good, and the process starts over under a new id. `LeaseThread` is the keeper in a thread with a loop of its own; the
+simulator runs the same keeper as a task. See docs/gateway.md, "Its id, its lease, its fence"; decisions 0109.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Liveness at the gateway: silent and expired sessions are closed, last-seen times flushed as ages ("Liveness").
+"""Liveness at the gateway: silent and expired sessions are closed, last-seen times flushed as ages.
 
 A heartbeat writes nothing. Every 15 s one chunk of 500 nodes after the other is flushed; a node missing from a chunk
-that committed has said Hello elsewhere, and its stream here ends ABORTED.
+that committed has said Hello elsewhere, and its stream here ends ABORTED. See docs/sessions.md, "Liveness";
+docs/gateway.md, "Liveness".
 """
 
 from __future__ import annotations

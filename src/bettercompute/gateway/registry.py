@@ -1,4 +1,7 @@
-"""The live sessions of a gateway, by node: at most one each, the newest ("The Hello transaction", its end)."""
+"""The live sessions of a gateway, by node: at most one each, the newest.
+
+See docs/sessions.md, "The Hello transaction".
+"""
 
 from __future__ import annotations
 

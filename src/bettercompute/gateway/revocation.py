@@ -1,7 +1,7 @@
-"""The revocation feed: which serials are revoked, known to every gateway within one liveness tick (decisions 7 and 9).
+"""The revocation feed: which serials are revoked, known to every gateway within one liveness tick.
 
-A revocation commits with the time at which its transaction began, so the feed reads again what it has read of the
-last 60 s, and everything once a minute: a row that committed late is never missed for longer.
+A revocation commits with the time at which its transaction began, so the feed reads again what it has read of the last
+60 s, and everything once a minute: a row that committed late is never missed for longer. See decisions 0107 and 0109.
 """
 
 from __future__ import annotations

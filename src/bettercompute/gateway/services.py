@@ -1,7 +1,7 @@
-"""What a gateway asks of the services behind it: the Protocol page's "The AgentGateway service".
+"""What a gateway asks of the services behind it.
 
 The gateway relays joins and renewals that it can neither read nor forge, and never imports who answers them: in one
-process it is JoinService itself, otherwise a client of it.
+process it is JoinService itself, otherwise a client of it. See docs/protocol.md, "The service".
 """
 
 from __future__ import annotations

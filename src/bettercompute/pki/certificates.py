@@ -1,11 +1,12 @@
-"""The certificates of the three hierarchies, and what is checked before one is believed: decisions 11, "Transport".
+"""The certificates of the three hierarchies, and what is checked before one is believed.
 
 * the *serving CA* signs the gateways' serving leaves; daemons pin it by the SHA-256 of its public key;
 * the *node CA* signs node leaves, for client authentication only, and can sign no further CA;
 * the *command root* signs the worker leaves whose keys sign intent.
 
 Everything is ECDSA on P-256 with SHA-256. Times come in as Unix milliseconds and serial numbers as random bytes, so
-that the same inputs describe the same certificate; X.509 counts seconds, so milliseconds are cut off.
+that the same inputs describe the same certificate; X.509 counts seconds, so milliseconds are cut off. See
+docs/security.md, "Keys"; decisions 0111.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BACKDATE_MS = 5 * 60 * 1000  # notBefore lies this far back, for peers whose clo
 NODE_LIFETIME_MS = DAY_MS  # a stolen node key is worth a day; renewal is automatic
 SERVING_LIFETIME_MAX_MS = (
     90 * DAY_MS
-)  # server_time is believed only inside it: it bounds a lie about time (decisions 10)
+)  # server_time is believed only inside it: it bounds a lie about time (decisions 0110)
 WORKER_LIFETIME_MS = 365 * DAY_MS
 AUTHORITY_LIFETIME_MS = 3650 * DAY_MS
 SERIAL_BYTES = 16  # random, with the top bits fixed so that every serial has 32 hex digits

@@ -1,9 +1,9 @@
-"""Who a node is, byte for byte: decisions 11 and the Protocol page's "The AgentGateway service".
+"""Who a node is, byte for byte.
 
 A node certificate names its node in exactly one SPIFFE URI, `spiffe://<trust-domain>/site/<site>/node/<node-id>`. Every
 other URI is a `urn:bc:` statement about the key, never an identity. The grammar is narrower than RFC 3986 on purpose:
 one spelling per identity, so that comparing bytes is comparing identities, and nothing has to be normalised before it
-is believed.
+is believed. See docs/security.md, "Identities"; decisions 0111.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""identity.json: what `nodes provision` writes and `bcd` keeps, field by field: decisions 6, 10 and 11.
+"""identity.json: what `nodes provision` writes and `bcd` keeps, field by field.
 
 It names the certificate that is in use, says where to dial, and holds the marks that must not go backwards even when
-the journal is lost. Fields of a later release are ignored, missing ones refused.
+the journal is lost. Fields of a later release are ignored, missing ones refused. See docs/security.md, "On a node's
+disk"; decisions 0106, 0110 and 0111.
 """
 
 from __future__ import annotations

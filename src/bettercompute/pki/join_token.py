@@ -1,4 +1,4 @@
-"""The one string that `token create` prints, and how a node proves that it holds it: decisions 11.
+"""The one string that `token create` prints, and how a node proves that it holds it.
 
 The string carries what a node without any trust yet needs to join: the secret, where to dial, the pin of the serving
 CA, and the public points of the two join keys (the points themselves are the pins). It is binary fields in base64url
@@ -6,7 +6,7 @@ behind a prefix, with a checksum, so that a string cut by a terminal is told apa
 
 The secret travels only inside a JWE to the join-encryption key, together with the SHA-256 of the certificate request it
 is meant for and the role it asks for. The gateway that relays it can neither read it nor use it for a request of its
-own.
+own. See docs/security.md, "Joining"; decisions 0042 and 0111.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Compact JWE to one public key, ECDH-ES+A256KW with A256GCM: the Protocol page's join token, secrets and workload
-tokens.
+"""Compact JWE to one public key, ECDH-ES+A256KW with A256GCM: join tokens, secrets and workload tokens.
 
 One algorithm pair, one `typ` and one set of bounds per purpose. joserfc does the cryptography and is kept behind our
 own checks, because it takes more than we want: any `typ`, an empty `crit`, `zip`, `jku`, `apu`, JSON with repeated
 names. What it is given has been parsed here first: exactly our header names, exactly our key type and curve, canonical
 base64url, bounded sizes. The content is a JSON object of strings and whole numbers that always says when it was sealed
-and until when it is good.
+and until when it is good. See docs/security.md, "Envelopes and bundles".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""ES256 over signed envelopes: the Protocol page's "Signed envelopes".
+"""ES256 over signed envelopes.
 
-A signature is 64 raw bytes, r || s, over the exact bytes of `protocol.envelopes`; nobody re-encodes
-anything to verify it. It comes with a `kid` (the SHA-256 of the signer's public key) and, where the verifier pins a
-root and not the key, with a certificate chain. Of an ECDSA signature a twin (r, n - s) verifies as well, so nothing may
-recognise a replay by signature bytes.
+A signature is 64 raw bytes, r || s, over the exact bytes of `protocol.envelopes`; nobody re-encodes anything to verify
+it. It comes with a `kid` (the SHA-256 of the signer's public key) and, where the verifier pins a root and not the key,
+with a certificate chain. Of an ECDSA signature a twin (r, n - s) verifies as well, so nothing may recognise a replay by
+signature bytes. See docs/protocol.md, "Signed envelopes".
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The trust bundle: what the control plane publishes, and what a daemon accepts: the Protocol page's "Signed
-envelopes".
+"""The trust bundle: what the control plane publishes, and what a daemon accepts.
 
 A daemon takes a bundle only when a join-signing key that it already pins signed it, it is of the daemon's own trust
 domain, and its version is greater than the one held. The control plane raises the version whenever the content changes
 and never otherwise, so a change always reaches the fleet. Everything inside is parsed before the bundle is published,
-and again before it is believed.
+and again before it is believed. See docs/security.md, "Envelopes and bundles".
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What gateways and the services behind them say to each other: HTTP over mutual TLS, the port `GatewayServices` on the
-wire ("The AgentGateway service" of the Protocol page).
+wire.
 
 Bodies are the serialized messages. Beside them, in headers, goes what the gateway alone knows: from where a join came,
 and the certificates that TLS verified, written as RFC 9440 says. A refusal is a JSON body that loses nothing of it:
 status, reason, pushback, sentence. Any other answer than these is a fault between the two, and never a node's business.
+See docs/protocol.md, "The service".
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How a certificate comes to be: decisions 11. One transaction holds the row of the node, of its certificate and of
-what is told.
+"""How a certificate comes to be. One transaction holds the row of the node, of its certificate and of what is told.
 
 The same certificate request of the same node gets the same certificate, byte by byte, so that a lost answer can be
-asked for again.
+asked for again. See docs/security.md, "Joining", "Renewing"; decisions 0111.
 """
 
 from __future__ import annotations

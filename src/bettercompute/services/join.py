@@ -1,8 +1,9 @@
-"""JoinService: the Protocol page's "The AgentGateway service", decisions 11.
+"""JoinService: which machine becomes which node, decided in one transaction.
 
 It stands behind the gateway, which relays without being able to read the token or to alter the answer. The evidence is
 examined first; then one transaction uses it up by one atomic statement and records the node, its session row with epoch
-0, its certificate, the published event and the audit entry. Whatever refuses on the way undoes all of it.
+0, its certificate, the published event and the audit entry. Whatever refuses on the way undoes all of it. See
+docs/security.md, "Joining"; decisions 0111.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`nodes provision`: a joined identity by an administrator's word, for images and tests (decisions 11)."""
+"""`nodes provision`: a joined identity by an administrator's word, for images and tests.
+
+See docs/security.md, "Joining"; decisions 0111.
+"""
 
 from __future__ import annotations
 

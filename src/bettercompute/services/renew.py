@@ -1,9 +1,9 @@
-"""Renew: decisions 11 and the Protocol page's "The AgentGateway service".
+"""Renew: a younger certificate for a node that proves that it is the one it says.
 
 The node proves that it holds the key of its present certificate, within 60 s of server time and once. Renewal is
 idempotent per certificate request. The old and the new serial are both good until the new one is first used; at most
 two serials of a node wait unused, and of more the oldest is dropped, so that a node which lost its pending keys is not
-locked out.
+locked out. See docs/security.md, "Renewing"; decisions 0046 and 0111.
 """
 
 from __future__ import annotations

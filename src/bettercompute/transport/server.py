@@ -1,6 +1,7 @@
-"""The listener: accepts, lets TLS through in its order, and runs a handler for each call (the Transport heading).
+"""The listener: accepts, lets TLS through in its order, and runs a handler for each call.
 
 It has no policy of its own: who may say what is the handler's business. It bounds what strangers cost: see `limits`.
+See docs/protocol.md, "Transport".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Connections before TLS: accepted, silent until their ClientHello is whole, then in line for one of 64 handshakes.
 
-Decision 2, last paragraph. A connection that says nothing costs a socket and an entry here, never a handshake's
-place. The kernel tells when the whole ClientHello has come (SO_RCVLOWAT), so one that sends half of it waits here as
-well; the oldest silent one is dropped first.
+A connection that says nothing costs a socket and an entry here, never a handshake's place. The kernel tells when the
+whole ClientHello has come (SO_RCVLOWAT), so one that sends half of it waits here as well; the oldest silent one is
+dropped first. See decisions 0102.
 """
 
 from __future__ import annotations
