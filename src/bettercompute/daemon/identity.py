@@ -1,15 +1,15 @@
-"""A node's identity on disk: decisions 11, "Join, renew, certificates", and the marks that decisions 6 and 10 keep
-beside it.
+"""A node's identity on disk: its certificates and key, where to dial, and the marks that must not go backwards.
 
-STATE_DIR/identity.json               which certificate is in use, where to dial, what must not go backwards
-STATE_DIR/identity.d/SERIAL/          node.key  node.pem (leaf first)  trust-bundle.bin  [serving-ca.pem]
-STATE_DIR/identity.d/current          a symlink to SERIAL, for people and tools STATE_DIR/identity.d/pending-join/
-the key and the request of a Join that has not been answered yet STATE_DIR/identity.d/pending-renew/   likewise of a
-Renew
+STATE_DIR/identity.json                which certificate is in use, where to dial, what must not go backwards
+STATE_DIR/identity.d/SERIAL/           node.key  node.pem (leaf first)  trust-bundle.bin  [serving-ca.pem]
+STATE_DIR/identity.d/current           a symlink to SERIAL, for people and tools
+STATE_DIR/identity.d/pending-join/     the key and the request of a Join that has not been answered yet
+STATE_DIR/identity.d/pending-renew/    likewise of a Renew
 
 Renaming identity.json over is the one instant at which an identity changes: it names the folder, and everything that
 belongs together lies in that folder, so a crash leaves the whole old identity or the whole new one. A request and its
-key are on disk before the request is sent, so a lost answer is asked for again with the same key.
+key are on disk before the request is sent, so a lost answer is asked for again with the same key. See
+docs/security.md, "On a node's disk"; decisions 0040 and 0111.
 """
 
 from __future__ import annotations

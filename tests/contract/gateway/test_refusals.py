@@ -1,4 +1,7 @@
-"""Every refusal: status, reason and a sentence that says what to do ("Opening", "Errors outside frames")."""
+"""Every refusal: status, reason and a sentence that says what to do.
+
+See docs/sessions.md, "Opening"; docs/protocol.md, "Errors outside frames".
+"""
 
 from __future__ import annotations
 
