@@ -10,11 +10,13 @@ from docs.generators.markdown import generated
 GROUPS = {
     1: "Environment",
     10: "Protocol",
+    20: "Transport",
     30: "Store",
     40: "Identities and joining",
     50: "Sessions and delivery",
     60: "Inventory",
     70: "Gateway",
+    80: "Node daemon",
     101: "How the parts behave together",
 }
 
