@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.inventory.recorded import recorded_host
-from tests.unit.daemon.inventory.recorded_nvml import RecordedGpu, RecordedNvml
 
 from bettercompute.daemon.inventory.canonical import CanonicalSection, canonical_section
 from bettercompute.daemon.inventory.capabilities import RebootSettings, capabilities, drivers
 from bettercompute.daemon.inventory.collection import collect_all
 from bettercompute.protocol import messages
+from tests.unit.daemon.inventory.recorded import recorded_host
+from tests.unit.daemon.inventory.recorded_nvml import RecordedGpu, RecordedNvml
 
 GPU_NODE = ["binding.kubernetes", "cdi", "devices.limits"]
 OWN_COMMAND = RebootSettings(command=("nsenter", "reboot"), boot_id_file=Path("/host/boot_id"))

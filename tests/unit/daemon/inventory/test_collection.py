@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.inventory.recorded import host_at, recorded_host
-from tests.unit.daemon.inventory.recorded_nvml import RecordedGpu, RecordedNvml
 
 from bettercompute.daemon.inventory import collection
 from bettercompute.daemon.inventory.canonical import SECTION_CLASSES, SECTION_NAMES, CanonicalSection
 from bettercompute.daemon.inventory.collection import COLLECTORS, Budget, collect_all
 from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.protocol import messages
+from tests.unit.daemon.inventory.recorded import host_at, recorded_host
+from tests.unit.daemon.inventory.recorded_nvml import RecordedGpu, RecordedNvml
 
 
 def gaps(section: CanonicalSection) -> dict[str, str]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pynvml
 import pytest
-from tests.unit.daemon.inventory.recorded import host_at, recorded_host
-from tests.unit.daemon.inventory.recorded_nvml import RecordedGpu, RecordedNvml
 
 from bettercompute.daemon.inventory import gpus
 from bettercompute.daemon.inventory.host import SystemCalls
 from bettercompute.protocol import messages
+from tests.unit.daemon.inventory.recorded import host_at, recorded_host
+from tests.unit.daemon.inventory.recorded_nvml import RecordedGpu, RecordedNvml
 
 
 def collect(folder: Path, nvml: Any) -> messages.GpusInventory:

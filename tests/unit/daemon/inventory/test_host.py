@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.inventory.recorded import host_at
 
 from bettercompute.daemon.inventory import host as host_module
 from bettercompute.daemon.inventory.findings import MAX_STATED_GAPS, Findings, key_values, listed_numbers
 from bettercompute.daemon.inventory.host import Unreadable, unreadable
+from tests.unit.daemon.inventory.recorded import host_at
 
 
 def reason_of(call: object, *arguments: object, **keywords: object) -> str:

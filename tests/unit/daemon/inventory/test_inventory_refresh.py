@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.inventory.recorded import recorded_host
 
 from bettercompute.daemon.handlers import REGISTRY, HandlerCancelled, HandlerContext, HandlerFailed, ProgramOutcome
 from bettercompute.daemon.handlers.inventory_refresh import HANDLER, InventoryRefresh
@@ -23,6 +22,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS
 from bettercompute.system import system_world
 from bettercompute.world import World
+from tests.unit.daemon.inventory.recorded import recorded_host
 
 
 @dataclass

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.inventory.recorded import host_at, recorded_host
 
 from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.daemon.inventory.load import node_load
 from bettercompute.daemon.inventory.pressure import PressureMeter
 from bettercompute.protocol import messages
+from tests.unit.daemon.inventory.recorded import host_at, recorded_host
 
 
 def load(root: HostRoot) -> messages.NodeLoad:

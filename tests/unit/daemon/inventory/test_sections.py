@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.daemon.inventory.recorded import host_at, recorded_host
 
 import bettercompute
 from bettercompute.daemon.inventory import cpu, disks, gpus, memory, network, pci, software, system
 from bettercompute.daemon.inventory.host import HostRoot, InterfaceAddress, Reason, Unreadable
 from bettercompute.protocol import messages
+from tests.unit.daemon.inventory.recorded import host_at, recorded_host
 
 GIB = 1 << 30
 
