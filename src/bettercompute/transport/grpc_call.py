@@ -1,6 +1,6 @@
 """One gRPC call without I/O: messages out of a byte stream, status and metadata as headers, and the call's lifecycle.
 
-The gRPC framing item of the Protocol page's Transport heading. The lifecycle is one table for both ends; the tests
+docs/protocol.md, "Transport". The lifecycle is one table for both ends; the tests
 try every (state, input) pair.
 """
 

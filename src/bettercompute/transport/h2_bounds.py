@@ -1,4 +1,4 @@
-"""What h2 leaves unbounded, bounded: the abuse bucket (decisions 15), frame and header block sizes, and closed streams.
+"""What h2 leaves unbounded, bounded: the abuse bucket (decisions 0021), frame and header block sizes, and closed streams.
 
 h2 speaks HTTP/2 correctly and trusts its peer to be reasonable. This subclass bills each frame before it is
 processed, refuses a frame on its header instead of after 16 MiB of it have been buffered, and counts the resets that

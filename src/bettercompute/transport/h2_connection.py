@@ -1,6 +1,6 @@
 """One HTTP/2 connection that carries gRPC calls, without I/O: bytes and commands in, bytes and events out.
 
-The Transport heading of the Protocol page over h2: whole bounded messages, trailers, the stream limit, flow control
+docs/protocol.md, "Transport", over h2: whole bounded messages, trailers, the stream limit, flow control
 credited when the application has consumed, orderly and disorderly endings. `H2Core` is what both ends share;
 `h2_server` and `h2_client` add who opens calls and what an ending means there. h2's own looseness is bounded in
 `h2_bounds`.

@@ -1,4 +1,4 @@
-"""Every bound of the transport in one place, each with its reason (decision 15, and the Protocol page on Transport).
+"""Every bound of the transport in one place, each with its reason (decisions 0115).
 
 Sizes are bytes, times milliseconds. `Limits` holds what an operator or a test may narrow; the constants are part of
 how the wire works and are the same everywhere.
@@ -50,7 +50,7 @@ TLS_RECORD_BYTES_MAX = 16 * KIB + 256
 class Limits:
     """What one end of the transport allows; the defaults are the specification's."""
 
-    # One call each for Session and Join, the rest for tunnels (16 at once by the Protocol page), and room for slow
+    # One call each for Session and Join, the rest for tunnels (16 at once), and room for slow
     # endings.
     streams_max: int = 32
     # Names and values are short here; certificates travel in TLS.

@@ -1,6 +1,6 @@
 """TLS as this project speaks it: version 1.3 only, ALPN h2, the serving CA pinned by its key and nothing else.
 
-The Certificates and Daemon side items of the Protocol page's Transport heading, and decision 10: the dialer leaves
+docs/protocol.md, "Transport", and decisions 0023, 0024 and 0110: the dialer leaves
 the dates of the gateway's certificate to its caller, who judges them by the server's own time, so that a host without
 a clock can connect. A server asks every client for a certificate and verifies one that is shown, dates included;
 having none is a matter for the call (Join has none).
