@@ -2,7 +2,7 @@
 
 Parsed by the standard library, and every import of a command is late: typer and rich together cost more memory than
 the daemon's whole session, and `bcd status` shall answer at once. Results go to standard output, everything else to
-standard error; a failure is one sentence and an exit code.
+standard error; a failure is one sentence and an exit code. See docs/daemon.md, "Setting it up"; decisions 0081.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A node runs in rounds. A journal that turns out damaged while in use ends the round, not the process: the next one
 begins with a new journal. What only a person can cure (no identity, another machine's identity, a wrong configuration)
-ends the process with a sentence; everything else is waited for.
+ends the process with a sentence; everything else is waited for. See docs/daemon.md, "Under systemd", "How it is made".
 """
 
 from __future__ import annotations

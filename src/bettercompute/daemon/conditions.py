@@ -1,7 +1,7 @@
 """The node's conditions and its status report: what lasts and is worth knowing, told when it changes.
 
 Nothing is told on a timer: an idle fleet must not write its control plane's database. Pressure rides along, and a
-jump of it is worth a report of its own.
+jump of it is worth a report of its own. See docs/daemon.md, "What is kept through what"; decisions 0084.
 """
 
 from __future__ import annotations

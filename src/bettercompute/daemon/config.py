@@ -1,7 +1,7 @@
 """bcd's one configuration file: every key with its default, its limits, and what is said about a wrong one.
 
 `docs/examples/bcd.toml` shows all of it, commented; a test keeps the two equal. Written without a validation library,
-which would double what an idle bcd weighs.
+which would double what an idle bcd weighs. See docs/daemon.md, "Setting it up"; decisions 0081.
 """
 
 from __future__ import annotations

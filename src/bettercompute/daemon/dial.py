@@ -2,7 +2,7 @@
 
 When to dial, and whether on the connection that is there, is decided by `session.reconnect`; here it is carried out.
 The identity is read anew at each dial, so a renewed certificate is used from the next one on. URLs are taken in random
-order, each of them once before any of them twice.
+order, each of them once before any of them twice. See docs/daemon.md, "When it is not connected".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Drives the session's rules: inputs in, effects obeyed, in the one order that keeps the promises.
 
 `session.daemon_side` decides; this loop takes one input after the other, makes the step's journal writes durable before
-anything else of the step, and obeys the rest in order. It ticks when the rules want to know the time.
+anything else of the step, and obeys the rest in order. It ticks when the rules want to know the time. See
+docs/daemon.md, "How it is made"; decisions 0083.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 SQLite alone cannot tell a journal whose last commits were cut off by one flipped bit in the write-ahead log from one
 that crashed before them: both replay to an older, sound state. The *seal* can: a counter of commits beside the
 database, fsynced after each commit and before anybody is told. A database behind its seal has lost what was promised.
-See docs/delivery.md, "The journal"; decisions 0115.
+See docs/delivery.md, "The journal"; docs/daemon.md, "What lies in the state folder"; decisions 0080.
 """
 
 from __future__ import annotations

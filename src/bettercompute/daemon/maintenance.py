@@ -1,6 +1,7 @@
 """What an operator does to a node that is stopped: join it, check its journal, reset its clock.
 
-Each takes the state folder's lock, so that it never works under a running daemon's hands.
+Each takes the state folder's lock, so that it never works under a running daemon's hands. See docs/daemon.md,
+"Setting it up".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The order matters: what an earlier process left running is ended before the session's rules are started, and those judge
 its entries before a gateway is dialed. Whatever ends the round, processes end before the stream and the stream before
-the journal.
+the journal. See docs/daemon.md, "How it is made".
 """
 
 from __future__ import annotations

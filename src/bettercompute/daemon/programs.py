@@ -3,7 +3,7 @@
 Each runs in a session and process group of its own. The child first waits behind a *gate*, a shell that reads one line
 from a pipe, until the group's id and start time are durable in the journal; only then may the program begin. If the
 daemon dies in between, the pipe closes and the child ends by itself; if it dies later, the next process finds the group
-by its mark and ends it before anything runs again. See docs/delivery.md, "At the daemon"; decisions 0104.
+by its mark and ends it before anything runs again. See docs/delivery.md, "At the daemon"; decisions 0082 and 0104.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 At two thirds of its life, with jitter, by the server's time; asked for with a new key that is on disk before it is
 sent, proven with the present one. A lost answer is asked for again with the same request. Once the new identity is on
 disk the session is dialed anew, because the old certificate's expiry would cut it. See docs/security.md, "Renewing";
-decisions 0111.
+decisions 0085 and 0111.
 """
 
 from __future__ import annotations

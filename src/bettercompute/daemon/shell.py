@@ -1,7 +1,8 @@
 """Obeys what the session's rules ask of the outside: the stream, dialing, handlers, sections, trust, conditions.
 
 One stream at a time; each tells its end exactly once. Everything that keeps this node from its control plane is said in
-the log and in `bcd status` in words: who refused what, why, and when it is tried again.
+the log and in `bcd status` in words: who refused what, why, and when it is tried again. See docs/daemon.md, "When it is
+not connected".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A file would still say "connected" after a kill -9 or while the process hangs; an answer cannot. The socket is the
 owner's alone. Its address goes through /proc/self/fd, because a state folder may be longer than the 108 bytes that
-an address holds.
+an address holds. See docs/daemon.md, "When it is not connected"; decisions 0084.
 """
 
 from __future__ import annotations
