@@ -1,6 +1,7 @@
 """Tells systemd how the daemon is (`Type=notify`): ready, its state in words, and that it is not stuck.
 
-A datagram to the socket named in NOTIFY_SOCKET; without one, nothing. See sd_notify(3); docs/daemon.md, "Under systemd".
+A datagram to the socket named in NOTIFY_SOCKET; without one, nothing. See sd_notify(3); docs/daemon.md, "Under
+systemd".
 """
 
 from __future__ import annotations
