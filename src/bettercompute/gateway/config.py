@@ -1,4 +1,4 @@
-"""What a gateway is told at its start. Every bound is the specification's unless a test or an operator narrows it."""
+"""What a gateway is told at its start. Bounds are the rules' own unless a test or an operator narrows them."""
 
 from __future__ import annotations
 
