@@ -1,4 +1,4 @@
-"""What h2 leaves unbounded, bounded: the abuse bucket (decisions 0021), frame and header block sizes, and closed streams.
+"""What h2 leaves unbounded, bounded: the abuse bucket (decisions 0021), frame and header block sizes, closed streams.
 
 h2 speaks HTTP/2 correctly and trusts its peer to be reasonable. This subclass bills each frame before it is
 processed, refuses a frame on its header instead of after 16 MiB of it have been buffered, and counts the resets that
@@ -171,6 +171,7 @@ class BoundedH2(H2Connection):
         # Calls whose handler still runs, although its stream may be gone.
         self.running = 0
         self._receiving = False
+        self._goaway_text = b""
         self.incoming_buffer = BoundedFrameBuffer(server=not client_side)
         # Our first SETTINGS: what a peer must keep to from its first frame, so it holds before it is acknowledged.
         values = {
@@ -204,7 +205,11 @@ class BoundedH2(H2Connection):
     def bill(self, what: str) -> None:
         """Charge the peer for one `what`."""
         if self.bill_peer:
-            self.bucket.spend(what, now_ms=self.now_ms)
+            try:
+                self.bucket.spend(what, now_ms=self.now_ms)
+            except EnhanceYourCalm as calm:
+                self._goaway_text = str(calm).encode()
+                raise
 
     def announce_goaway(self) -> None:
         """Queue a GOAWAY that lets the open streams finish, which h2's own does not."""
@@ -248,8 +253,10 @@ class BoundedH2(H2Connection):
                 if isinstance(event, RequestReceived):
                     self._note_request(event)
             return events
-        elif isinstance(frame, SettingsFrame | PriorityFrame | ExtensionFrame | AltSvcFrame):
-            self.bill(f"{frame.__class__.__name__}s")
+        elif isinstance(frame, SettingsFrame):
+            self.bill("SETTINGS frames")
+        elif isinstance(frame, PriorityFrame | ExtensionFrame | AltSvcFrame):
+            self.bill("frames that this end has no use for")
         return super()._receive_frame(frame)
 
     def _note_request(self, event: RequestReceived) -> None:
@@ -268,6 +275,9 @@ class BoundedH2(H2Connection):
                 if isinstance(frame, RstStreamFrame):
                     self.bill("frames on closed streams")
         super()._prepare_for_sending(frames)
+
+    def _terminate_connection(self, error_code: ErrorCodes) -> None:
+        self.close_connection(error_code, additional_data=self._goaway_text)
 
     def _acknowledge_settings(self) -> list[Frame]:
         frames = super()._acknowledge_settings()

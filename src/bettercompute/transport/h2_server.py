@@ -9,12 +9,13 @@ from collections.abc import Mapping
 
 import h2.events
 from h2.errors import ErrorCodes
+from h2.exceptions import StreamClosedError
 
 from bettercompute.errors import BetterComputeError, Refused
 from bettercompute.protocol.statuses import REASON_TRAILER
 from bettercompute.transport import grpc_call
 from bettercompute.transport.calls import EndKind
-from bettercompute.transport.grpc_call import CallInput, CallState, MessageReader
+from bettercompute.transport.grpc_call import CallInput, CallState, Headers, MessageReader
 from bettercompute.transport.h2_connection import CallRecord, H2Core
 from bettercompute.transport.h2_events import CallDone, CallLost, CallOpened, Event, PeerEnded
 
@@ -23,6 +24,7 @@ class H2Server(H2Core):
     """The server's end."""
 
     _client_side = False
+    _going_away = False
 
     def finish(self, stream_id: int, status: int, message: str, extra: Mapping[str, str]) -> None:
         """End a call with a status after what is queued; a call that is over stays as it is."""
@@ -44,7 +46,8 @@ class H2Server(H2Core):
         self._h2.free_paths.add(path)
 
     def announce_goaway(self) -> None:
-        """Tell the client to open no new calls here."""
+        """Tell the client to open no new calls here; those on their way are refused, as it will expect."""
+        self._going_away = True
         if self.ended is None:
             self._h2.announce_goaway()
 
@@ -55,14 +58,13 @@ class H2Server(H2Core):
         stream_id = event.stream_id
         fields = grpc_call.text_of(event.headers)
         headers = dict(fields)
-        if max(len(self._calls), self._h2.running) >= self.limits.streams_max:
+        if self._going_away or max(len(self._calls), self._h2.running) >= self.limits.streams_max:
             self._reset(stream_id, ErrorCodes.REFUSED_STREAM)
             self._h2.forget(stream_id)
             return
         if (refusal := grpc_call.http_refusal(headers)) is not None:
-            self._h2.answered(stream_id)
             allow = [("allow", "POST")] if refusal == 405 else []
-            self._h2.send_headers(stream_id, [(":status", str(refusal)), *allow], end_stream=True)
+            self._send_last(stream_id, [(":status", str(refusal)), *allow])
             if event.stream_ended is None:
                 self._reset(stream_id, ErrorCodes.NO_ERROR)
             return
@@ -102,11 +104,17 @@ class H2Server(H2Core):
 
     def _send_ending(self, call: CallRecord, event: Event | None = None) -> None:
         assert call.ending is not None
-        self._h2.answered(call.stream_id)
         headers = call.ending if call.headers_sent else [*grpc_call.response_headers(), *call.ending]
-        self._h2.send_headers(call.stream_id, headers, end_stream=True)
+        self._send_last(call.stream_id, headers)
         if call.advance(CallInput.WE_END) is CallState.WE_DONE:
             # The status is said: whatever the client still sends is of no use.
             self._reset(call.stream_id, ErrorCodes.NO_ERROR)
             call.advance(CallInput.RESET)
         self._drop(call, event or CallDone(call.stream_id))
+
+    def _send_last(self, stream_id: int, headers: Headers) -> None:
+        self._h2.answered(stream_id)
+        try:
+            self._h2.send_headers(stream_id, headers, end_stream=True)
+        except StreamClosedError:
+            return  # the client's reset came in the same read as what is refused here

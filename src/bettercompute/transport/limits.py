@@ -41,14 +41,14 @@ SOCKET_BUFFER_BYTES = 128 * KIB
 # The answer of a proxy to CONNECT, headers and all.
 PROXY_REPLY_BYTES_MAX = 8 * KIB
 
-# A ClientHello is one TLS record.
+# A ClientHello comes in one TLS record, whose size this is at most, header and all.
 TLS_RECORD_HEADER_BYTES = 5
 TLS_RECORD_BYTES_MAX = 16 * KIB + 256
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one end of the transport allows; the defaults are the specification's."""
+    """What one end of the transport allows; the defaults are what a gateway runs with."""
 
     # One call each for Session and Join, the rest for tunnels (16 at once), and room for slow
     # endings.

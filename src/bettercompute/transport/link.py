@@ -13,6 +13,8 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
+from h2.exceptions import H2Error
+
 from bettercompute.errors import Bug
 from bettercompute.transport.calls import CallEnded, EndKind
 from bettercompute.transport.h2_connection import H2Core
@@ -149,7 +151,12 @@ class Link(asyncio.BufferedProtocol):
             self._flush_handle = None
         transport = self._transport
         while transport is not None and not transport.is_closing():
-            data = self.core.output(0 if self._paused else WRITE_BYTES_MAX)
+            try:
+                data = self.core.output(0 if self._paused else WRITE_BYTES_MAX)
+            except H2Error as error:
+                # We and h2 disagree on what may be sent: this connection's end, and no other's.
+                self.lose(EndKind.PROTOCOL, f"HTTP/2 went out of step: {error!r}")
+                return
             if not data:
                 break
             for start in range(0, len(data), WRITE_BYTES_MAX):

@@ -188,7 +188,7 @@ class Server:
         except Exception:
             self._room.handshake_ended()
             sock.close()
-            log.exception("transport.no-context", peer=address[0])
+            log.exception("transport.handshake-not-started", peer=address[0])
             return
         try:
             await self._loop.connect_accepted_socket(

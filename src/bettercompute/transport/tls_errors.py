@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from bettercompute.transport.calls import DialKind
 
 # Alerts that the other end sent, by OpenSSL's reason.
-_ALERTS: Mapping[str, tuple[DialKind, str]] = {
+ALERTS: Mapping[str, tuple[DialKind, str]] = {
     "TLSV1_ALERT_UNKNOWN_CA": (
         DialKind.UNKNOWN_CA,
         "the peer refused our certificate: it does not know the CA that signed it (unknown CA); join this site again",
@@ -51,8 +51,8 @@ def explain_tls_error(error: BaseException) -> tuple[DialKind, str]:
     if isinstance(error, ssl.SSLCertVerificationError):
         return _explain_verification(error)
     reason = getattr(error, "reason", None) or ""
-    if reason in _ALERTS:
-        return _ALERTS[reason]
+    if reason in ALERTS:
+        return ALERTS[reason]
     if reason in _REFUSED_CERTIFICATE:
         return DialKind.CERTIFICATE_REFUSED, f"the peer refused our certificate ({reason.lower().replace('_', ' ')})"
     return DialKind.TLS, f"TLS failed: {reason.lower().replace('_', ' ') or error}"

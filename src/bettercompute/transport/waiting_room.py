@@ -121,7 +121,10 @@ class WaitingRoom:
     def _plausible(seen: bytes) -> bool:
         if not seen or seen[0] != TLS_HANDSHAKE_RECORD:
             return False  # gone, or speaking something else than TLS
-        return len(seen) < TLS_RECORD_HEADER_BYTES or int.from_bytes(seen[3:5], "big") <= TLS_RECORD_BYTES_MAX
+        return (
+            len(seen) < TLS_RECORD_HEADER_BYTES
+            or int.from_bytes(seen[3:5], "big") <= TLS_RECORD_BYTES_MAX - TLS_RECORD_HEADER_BYTES
+        )
 
     def _wait_for_more(self, guest: _Guest, *, had: int, woken_for: int) -> None:
         if guest.mark_set and had < woken_for:

@@ -278,6 +278,37 @@ def test_a_get_and_a_wrong_content_type_are_refused_by_http():
     assert wire.server.call_count == 0
 
 
+@pytest.mark.parametrize("path", ["refused by HTTP", "refused by its prefix"])
+def test_a_refusal_of_what_was_reset_in_the_same_read_ends_nothing_else(path: str):
+    wire = Wire()
+    good = wire.open_call()
+    wire.exchange()
+    bad = wire.client.get_next_available_stream_id()
+    if path == "refused by HTTP":
+        wire.client.send_headers(bad, [(":method", "GET"), (":scheme", "https"), (":path", "/"), (":authority", "x")])
+    else:
+        wire.open_call()
+        wire.client.send_data(bad, b"\x00\xff\xff\xff\xff")
+    wire.client.reset_stream(bad, ErrorCodes.CANCEL)
+    wire.exchange()
+    assert wire.server.ended is None
+    wire.server.finish(good, 0, "", {})
+    assert CallDone(good) in wire.exchange()
+
+
+def test_a_call_that_crossed_a_goaway_is_refused_at_the_server_too():
+    pair = Pair()
+    pair.client.open_call("/m", {})
+    pair.carry()
+    late = pair.client.open_call("/m", {})
+    pair.server.announce_goaway()
+    pair._move(pair.client, pair.server, pair.server_events)
+    assert not [event for event in pair.server_events if isinstance(event, CallOpened) and event.stream_id == late]
+    pair.carry()
+    assert {event.kind for event in pair.client_events if isinstance(event, CallLost)} == {EndKind.REFUSED_STREAM}
+    assert pair.server.call_count == 1
+
+
 def test_request_trailers_end_the_request():
     wire = Wire()
     stream_id = wire.open_call()

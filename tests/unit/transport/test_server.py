@@ -13,7 +13,8 @@ from typing import cast
 import h2.connection
 import h2.events
 import pytest
-from hyperframe.frame import PingFrame
+from hpack import Encoder
+from hyperframe.frame import HeadersFrame, PingFrame, RstStreamFrame, SettingsFrame
 
 from bettercompute.system import system_world
 from bettercompute.transport import tls
@@ -351,17 +352,35 @@ async def test_a_peer_that_answers_no_ping_is_given_up(start: Start, raw: Raw):
     await until(lambda: server.connection_count == 0 and server.call_count == 0)
 
 
-async def test_a_flood_is_told_to_calm_down_while_others_are_served(start: Start, raw: Raw):
+def rapid_resets() -> bytes:
+    encoder = Encoder()
+    frames = b""
+    for index in range(1, 3_000, 2):
+        headers = HeadersFrame(index, data=encoder.encode(GRPC_HEADERS), flags=["END_HEADERS"])
+        frames += headers.serialize() + RstStreamFrame(index, error_code=8).serialize()
+    return frames
+
+
+FLOODS = {
+    "PING": PingFrame(0, opaque_data=b"12345678").serialize() * 5_000,
+    "SETTINGS": SettingsFrame(0, settings={3: 1}).serialize() * 5_000,
+    "resets": rapid_resets(),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_flood_is_told_to_calm_down_while_others_are_served(start: Start, raw: Raw, flood: str):
     server = await start()
     clients = [await raw(server) for _ in range(4)]
-    flood = PingFrame(0, opaque_data=b"12345678").serialize() * 5_000
     for client in clients:
-        client.writer.write(flood)
+        client.writer.write(FLOODS[flood])
     await assert_serves(server)
     for client in clients:
         goaway = await client.goaway()
         assert goaway is not None
         assert goaway.error_code == 11
+        assert goaway.additional_data is not None
+        assert flood.encode() in goaway.additional_data
     await until(lambda: server.connection_count == 0)
 
 
