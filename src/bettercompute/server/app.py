@@ -242,7 +242,8 @@ async def _start_gateway(
     stack.push_async_callback(gateway.stop)
     # Not ready is no error: a database that is slow now must not keep the process from serving later.
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(gateway.until_ready(), GATEWAY_READY_S)
+        async with asyncio.timeout(GATEWAY_READY_S):
+            await gateway.until_ready()
     return advertised
 
 

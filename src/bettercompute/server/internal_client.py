@@ -95,10 +95,12 @@ class RemoteServices:
         """Return version and bytes of the bundle published last; None before the first."""
         answer = await self._ask("GET", TRUST_PATH, headers={}, content=None, deadline_s=TRUST_DEADLINE_S)
         if answer is None:
+            self._reached()
             return None
         version = answer.headers.get(TRUST_VERSION_HEADER, "")
         if not (version.isascii() and version.isdigit()):
             raise self._gone(f"a trust bundle without a version ({version[:20]!a})")
+        self._reached()
         return int(version), answer.body
 
     async def close(self) -> None:
@@ -114,9 +116,11 @@ class RemoteServices:
         if answer is None:
             raise self._gone("an empty answer")
         try:
-            return decode_message(cls, answer.body, limit=ANSWER_BYTES_MAX)
+            response = decode_message(cls, answer.body, limit=ANSWER_BYTES_MAX)
         except ProtocolError as error:
             raise self._gone(error.message) from error
+        self._reached()
+        return response
 
     async def _ask(
         self, method: str, path: str, *, headers: Mapping[str, str], content: bytes | None, deadline_s: float
@@ -134,10 +138,8 @@ class RemoteServices:
         if refusal is None and not expected and answer.status != httpx.codes.NO_CONTENT:
             told = answer.body[:300].decode("utf-8", "replace")
             raise self._gone(f"HTTP {answer.status}, which is no answer of the join service: {told!a}")
-        if self._away:
-            _log.info("join service is back", url=self._url)
-            self._away = ""
         if refusal is not None:
+            self._reached()
             raise refusal.as_error()
         return answer if expected else None
 
@@ -182,6 +184,11 @@ class RemoteServices:
         if outlived is not None:
             await outlived.aclose()
         return client
+
+    def _reached(self) -> None:
+        if self._away:
+            _log.info("join service is back", url=self._url)
+            self._away = ""
 
     def _gone(self, why: str) -> Unavailable:
         """Log why the services cannot be used, once for each reason, and return what the node is told."""

@@ -24,6 +24,12 @@ def test_the_example_is_complete_and_equals_the_defaults() -> None:
         ({"gateway": {"port": 70_000}}, "gateway.port = 70000: input should be less than or equal to 65535"),
         ({"gateway": {"name": "Not Good"}}, "gateway.name = 'Not Good'"),
         ({"worker": {"command_retention_days": 0}}, "worker.command_retention_days = 0"),
+        (
+            {"gateway": {"services_url": "http://api:1"}},
+            "gateway.services_url = 'http://api:1': value error, write https://host",
+        ),
+        ({"gateway": {"services_url": "https://api:1/v1"}}, "nothing after it"),
+        ({"internal": {"gateway_names": "gw"}}, "internal.gateway_names = 'gw': input should be a valid list"),
         ({"state_dir": 3}, "state_dir = 3: input should be a valid string"),
     ],
 )
@@ -42,6 +48,13 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes) -
         load(path)
     with pytest.raises(Refused, match="No such file"):
         load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    "url", ["", "https://api", "https://api.internal:8444", "https://[::1]:1", "https://10.0.0.1:8444"]
+)
+def test_where_the_join_service_may_be(url: str) -> None:
+    assert validate({"gateway": {"services_url": url}}, where="").gateway.services_url == url
 
 
 def test_the_key_folder_is_under_the_state_folder_unless_it_is_named() -> None:
