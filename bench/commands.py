@@ -21,7 +21,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
 from bench.fakes import fleet
-from bench.measure import Figures, Meter, allow_many_files, options, percentile, report
+from bench.measure import Figures, Shares, allow_many_files, options, percentile, report
 from bench.stack import BenchStack, add_nodes, stack
 from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN
 from bettercompute.protocol import messages
@@ -124,11 +124,12 @@ def _command(node_id: str, *, seq: int, now_ms: int, world: World) -> NewCommand
 
 
 async def saturated(
-    database: Database, daemons: Sequence[FakeDaemon], *, count: int, meter: Meter, world: World, acks: Acks
+    database: Database, daemons: Sequence[FakeDaemon], *, count: int, shares: Shares, world: World, acks: Acks
 ) -> Figures:
     """Enqueue as fast as the database takes it."""
     turn = cycle(daemon.node_id for daemon in daemons)
-    before, began = meter.read(), time.perf_counter()
+    shares.restart()
+    began = time.perf_counter()
     left = count
     while left:
         some = list(islice(turn, min(INSERT_ROWS, left)))
@@ -136,27 +137,26 @@ async def saturated(
         left -= len(some)
     await acks.wait()
     took_s = time.perf_counter() - began
-    spent_s = meter.read().cpu_s - before.cpu_s
-    return {"per_s": count / took_s, "cpu_us": spent_s * 1e6 / count}
+    return {"per_s": count / took_s, **shares.per(count)}
 
 
 async def paced(
-    database: Database, daemons: Sequence[FakeDaemon], sizes: Sizes, *, meter: Meter, world: World, acks: Acks
+    database: Database, daemons: Sequence[FakeDaemon], sizes: Sizes, *, shares: Shares, world: World, acks: Acks
 ) -> Figures:
     """Enqueue singly, at even distances; one that is late is not caught up with."""
     loop = asyncio.get_running_loop()
     turn = cycle(daemon.node_id for daemon in daemons)
     acks.took_ms.clear()
     count = round(sizes.paced_s * sizes.paced_per_s)
-    before, began = meter.read(), loop.time()
+    shares.restart()
+    began = loop.time()
     async with asyncio.TaskGroup() as group:
         for number in range(count):
             await asyncio.sleep(max(0.0, began + number / sizes.paced_per_s - loop.time()))
             group.create_task(enqueue(database, [next(turn)], world=world, acks=acks))
     await acks.wait()
-    spent_s = meter.read().cpu_s - before.cpu_s
     return {
-        "paced_cpu_us": spent_s * 1e6 / count,
+        "paced_cpu_us": shares.gateway_s * 1e6 / count,
         "p50_ms": percentile(acks.took_ms, 0.5),
         "p99_ms": percentile(acks.took_ms, 0.99),
     }
@@ -168,12 +168,12 @@ async def measure(running: BenchStack, sizes: Sizes) -> None:
     async with running.database() as database:
         nodes = await add_nodes(running, database, count=sizes.daemons)
         async with fleet(nodes, world=world) as daemons:
-            acks, meter = Acks(daemons), Meter(running.process_id)
-            await saturated(database, daemons, count=sizes.commands // 5, meter=meter, world=world, acks=acks)
+            acks, shares = Acks(daemons), running.shares()
+            await saturated(database, daemons, count=sizes.commands // 5, shares=shares, world=world, acks=acks)
             runs = []
             for _ in range(sizes.repeats):
-                full = await saturated(database, daemons, count=sizes.commands, meter=meter, world=world, acks=acks)
-                single = await paced(database, daemons, sizes, meter=meter, world=world, acks=acks)
+                full = await saturated(database, daemons, count=sizes.commands, shares=shares, world=world, acks=acks)
+                single = await paced(database, daemons, sizes, shares=shares, world=world, acks=acks)
                 runs.append({**full, **single})
             ended = sum(len(daemon.endings) for daemon in daemons)
         facts = {"daemons": sizes.daemons, "commands": sizes.commands, "paced_per_s": sizes.paced_per_s}

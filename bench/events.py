@@ -18,7 +18,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
 from bench.fakes import fleet
-from bench.measure import Figures, Meter, allow_many_files, options, report
+from bench.measure import Figures, Shares, allow_many_files, options, report
 from bench.stack import BenchStack, add_nodes, stack
 from bettercompute.protocol import messages
 from bettercompute.testing.fake_daemon import FakeDaemon
@@ -49,16 +49,16 @@ async def feed(daemon: FakeDaemon, sizes: Sizes) -> None:
         await daemon.until(lambda: len(daemon.events) == 0)
 
 
-async def run(daemons: Sequence[FakeDaemon], sizes: Sizes, *, meter: Meter) -> Figures:
+async def run(daemons: Sequence[FakeDaemon], sizes: Sizes, *, shares: Shares) -> Figures:
     """Let every FakeDaemon report its batches."""
-    before, began = meter.read(), time.perf_counter()
+    shares.restart()
+    began = time.perf_counter()
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
         for daemon in daemons:
             group.create_task(feed(daemon, sizes))
     took_s = time.perf_counter() - began
-    spent_s = meter.read().cpu_s - before.cpu_s
     count = len(daemons) * sizes.batches_each * sizes.batch
-    return {"per_s": count / took_s, "cpu_us": spent_s * 1e6 / count}
+    return {"per_s": count / took_s, **shares.per(count)}
 
 
 async def measure(running: BenchStack, sizes: Sizes) -> None:
@@ -66,9 +66,9 @@ async def measure(running: BenchStack, sizes: Sizes) -> None:
     async with running.database() as database:
         nodes = await add_nodes(running, database, count=sizes.daemons)
         async with fleet(nodes, world=running.world) as daemons:
-            meter = Meter(running.process_id)
-            await run(daemons, replace(sizes, batches_each=1), meter=meter)
-            runs = [await run(daemons, sizes, meter=meter) for _ in range(sizes.repeats)]
+            shares = running.shares()
+            await run(daemons, replace(sizes, batches_each=1), shares=shares)
+            runs = [await run(daemons, sizes, shares=shares) for _ in range(sizes.repeats)]
             ended = sum(len(daemon.endings) for daemon in daemons)
         event_bytes = messages.Event(type=EVENT[0], payload_json=PAYLOAD).ByteSize()
         report("events", runs, daemons=sizes.daemons, batch=sizes.batch, event_bytes=event_bytes, streams_lost=ended)

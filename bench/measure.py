@@ -8,6 +8,7 @@ what is needed to compare it with another: machine, commit, repeats.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -42,6 +43,49 @@ class Meter:
         """Return what the process has used so far, and what it holds now."""
         times = self._process.cpu_times()
         return Usage(cpu_s=times.user + times.system, rss_kb=self._process.memory_info().rss / 1024)
+
+
+class TreeMeter:
+    """Reads a process with all its children, dead ones included: PostgreSQL."""
+
+    def __init__(self, process_id: int) -> None:
+        self._process = psutil.Process(process_id)
+
+    def cpu_s(self) -> float:
+        """Return the processor time that all have used so far."""
+        times = self._process.cpu_times()
+        total = times.user + times.system + times.children_user + times.children_system
+        for child in self._process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                own = child.cpu_times()
+                total += own.user + own.system
+        return total
+
+
+class Shares:
+    """Where the processors' time goes while a figure is taken: what limits it."""
+
+    def __init__(self, *, gateway: int, database: int) -> None:
+        self._gateway, self._database, self._bench = Meter(gateway), TreeMeter(database), Meter(os.getpid())
+        self._before = self._read()
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self._before = self._read()
+
+    @property
+    def gateway_s(self) -> float:
+        """Return the gateway's processor time since the beginning."""
+        return self._read()[0] - self._before[0]
+
+    def per(self, count: int) -> Figures:
+        """Return microseconds for each of `count` items: gateway, database, and this process, which plays the rest."""
+        names = ("cpu_us", "database_cpu_us", "bench_cpu_us")
+        spent = zip(names, self._before, self._read(), strict=True)
+        return {name: (after - before) * 1e6 / count for name, before, after in spent}
+
+    def _read(self) -> tuple[float, float, float]:
+        return self._gateway.read().cpu_s, self._database.cpu_s(), self._bench.read().cpu_s
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from bench.measure import Shares
 from bettercompute.pki import certificates, keyfiles
 from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN, ROLE_NODE, NodeIdentity
 from bettercompute.pki.keyfiles import KeyFolder
@@ -32,6 +33,8 @@ from bettercompute.world import World
 
 READY_S = 30.0
 STOP_S = 20.0
+# Enqueues at once, as several operators and the API would have them.
+POOL_SIZE = 16
 SERVING_NAMES = ("localhost", "127.0.0.1")
 SERVE = (sys.executable, "-m", "bettercompute.cli.better_compute", "serve")
 
@@ -42,6 +45,7 @@ class BenchStack:
 
     folder: Path
     dsn: str
+    database_process_id: int
     port: int
     world: World
     keys: KeyFolder
@@ -94,10 +98,14 @@ class BenchStack:
         # The lease is there a moment before the listener admits by it.
         await asyncio.sleep(0.5)
 
+    def shares(self) -> Shares:
+        """Return a meter of gateway, database and this process."""
+        return Shares(gateway=self.process_id, database=self.database_process_id)
+
     @contextlib.asynccontextmanager
     async def database(self) -> AsyncIterator[Database]:
         """Give the bench's own connections, once the gateway is ready."""
-        database = await Database.open(self.dsn, dice=self.world.dice, application_name="bench", pool_size=4)
+        database = await Database.open(self.dsn, dice=self.world.dice, application_name="bench", pool_size=POOL_SIZE)
         try:
             await self.ready(database)
             yield database
@@ -151,7 +159,15 @@ def stack(
                 f"max_streams = {streams}\nhandshakes_per_s = {handshakes_per_s}\n",
                 encoding="utf-8",
             )
-            running = BenchStack(folder=folder, dsn=server.dsn, port=port, world=world, keys=keys, roles=tuple(roles))
+            running = BenchStack(
+                folder=folder,
+                dsn=server.dsn,
+                database_process_id=server.process_id,
+                port=port,
+                world=world,
+                keys=keys,
+                roles=tuple(roles),
+            )
             running.start()
             try:
                 yield running
