@@ -87,13 +87,15 @@ class RawClient:
 
     async def goaway(self) -> h2.events.ConnectionTerminated | None:
         """Read to the end, and return the GOAWAY that came."""
-        found = None
-        with contextlib.suppress(ConnectionError, ssl.SSLError):
-            while data := await self.reader.read(1 << 16):
-                for event in self.h2.receive_data(data):
-                    if isinstance(event, h2.events.ConnectionTerminated):
-                        found = event
-        return found
+        data = b""
+        try:
+            while piece := await self.reader.read(1 << 16):
+                data += piece
+        except (ConnectionError, ssl.SSLError):
+            # A reset makes the reader forget to give out what came before it.
+            data += bytes(vars(self.reader)["_buffer"])
+        events = self.h2.receive_data(data)
+        return next((event for event in events if isinstance(event, h2.events.ConnectionTerminated)), None)
 
     async def close(self) -> None:
         self.writer.transport.abort()
