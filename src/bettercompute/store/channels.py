@@ -16,6 +16,8 @@ STREAM = "bc_stream"
 FINISHED = "bc_finished"
 # A newer trust bundle was published. Payload: its version.
 TRUST = "bc_trust"
+# An operator has said something to gateways: drain, or drain no more. Payload: gateway ids.
+GATEWAYS = "bc_gateways"
 
 ANY = "*"
 # PostgreSQL takes payloads of less than 8,000 bytes.

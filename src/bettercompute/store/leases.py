@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bettercompute.store.database import Queries, Transaction
+from bettercompute.store import channels
+from bettercompute.store.database import Queries, Row, Transaction
 
 LEASE_LIFETIME_MS = 15_000
+# How many of the nodes that a gateway still holds are named to an operator.
+HELD_NAMES_MAX = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,25 @@ class NewLease:
     internal_url: str
     version: str
     stream_limit: int
+    drain_requested_by: str | None = None
+    """Who asked this process to drain under an earlier id: the wish outlives the id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """What a gateway learns when it renews."""
+
+    drain_requested_by: str | None
+    """Who wants it to drain; None: nobody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The nodes whose session is a gateway's, by their rows."""
+
+    nodes: int
+    names: tuple[str, ...]
+    """The first of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +56,9 @@ class Lease:
     stream_count: int
     stream_limit: int
     draining: bool
+    """It was asked to drain, or says that it does."""
+    drain_requested_at_ms: int | None
+    drain_requested_by: str | None
     started_at_ms: int
     renewed_at_ms: int
     retired_at_ms: int | None
@@ -51,12 +76,15 @@ async def claim(queries: Queries, lease: NewLease) -> bool:
         internal_url=lease.internal_url,
         version=lease.version,
         stream_limit=lease.stream_limit,
+        drain_requested_by=lease.drain_requested_by,
     )
     return row is not None
 
 
-async def renew(queries: Queries, *, name: str, token: str, stream_count: int, draining: bool = False) -> bool:
-    """Extend the lease. False: it was retired, and the gateway must fence for good."""
+async def renew(
+    queries: Queries, *, name: str, token: str, stream_count: int, draining: bool = False
+) -> Renewal | None:
+    """Extend the lease. None: it was retired, and the gateway must fence for good."""
     row = await queries.fetch_one(
         "leases.renew",
         name=name,
@@ -65,12 +93,25 @@ async def renew(queries: Queries, *, name: str, token: str, stream_count: int, d
         stream_count=stream_count,
         draining=draining,
     )
-    return row is not None
+    return None if row is None else Renewal(drain_requested_by=row["drain_requested_by"])
 
 
 async def release(queries: Queries, *, name: str, token: str) -> bool:
     """Give the lease up at an orderly stop."""
     return await queries.fetch_one("leases.release", name=name, token=token) is not None
+
+
+async def request_drain(queries: Queries, *, name: str, requested_by: str) -> bool:
+    """Ask a gateway to give its sessions away. False: there is none of this name, or it is retired."""
+    row = await queries.fetch_one(
+        "leases.request_drain", name=name, requested_by=requested_by, channel=channels.GATEWAYS
+    )
+    return row is not None
+
+
+async def undo_drain(queries: Queries, *, name: str) -> bool:
+    """Let a gateway take sessions again. False: there is none of this name, or it is retired."""
+    return await queries.fetch_one("leases.undo_drain", name=name, channel=channels.GATEWAYS) is not None
 
 
 async def retire(transaction: Transaction, *, name: str, expired_for_ms: int) -> bool:
@@ -80,8 +121,25 @@ async def retire(transaction: Transaction, *, name: str, expired_for_ms: int) ->
 
 async def list_all(queries: Queries, *, with_retired: bool = False) -> list[Lease]:
     """Return the gateways by name."""
-    rows = await queries.fetch("leases.list", with_retired=with_retired)
-    return [Lease(**{name: row[name] for name in Lease.__dataclass_fields__}) for row in rows]
+    rows = await queries.fetch("leases.list", with_retired=with_retired, name=None)
+    return [_lease(row) for row in rows]
+
+
+async def get(queries: Queries, *, name: str) -> Lease | None:
+    """Return one gateway, also a retired one."""
+    row = await queries.fetch_one("leases.list", with_retired=True, name=name)
+    return None if row is None else _lease(row)
+
+
+def _lease(row: Row) -> Lease:
+    return Lease(**{name: row[name] for name in Lease.__dataclass_fields__})
+
+
+async def held(queries: Queries, *, name: str) -> Held:
+    """Return what a gateway holds."""
+    row = await queries.fetch_one("leases.held", name=name, names_max=HELD_NAMES_MAX)
+    assert row is not None, "it counts"
+    return Held(nodes=row["nodes"], names=tuple(row["names"]))
 
 
 async def delete_retired(queries: Queries, *, retired_for_ms: int) -> int:
