@@ -102,7 +102,8 @@ def updates(state: GatewaySession, reported: Iterable[messages.CommandUpdate]) -
         if fact is None:
             continue
         news.append(fact)
-        state = replace(state, busy=busy.settled(state.busy, fact.command_id))
+        if fact.command_id in state.busy:
+            state = replace(state, busy=busy.settled(state.busy, fact.command_id))
         if fact.state in TERMINAL:
             freed = freed or fact.command_id in state.sent
             state = without(state, fact.command_id)
