@@ -45,7 +45,8 @@ async def test_latency_delays_and_keeps_the_order():
     for text in (b"1", b"2", b"3"):
         call.send(text)
     assert [await call.receive() for _ in range(3)] == [b"1", b"2", b"3"]
-    assert loop.time() - started >= 0.03
+    # uvloop's clock counts whole milliseconds.
+    assert loop.time() - started >= 0.028
     connection.close()
     await server.close(drain_ms=0)
 
@@ -103,7 +104,7 @@ async def test_a_cut_drops_what_is_on_its_way():
             heard.append(message)
 
     server = MemoryServer(listen, world=WORLD)
-    connection = server.connect(latency_s=lambda: 0.01)
+    connection = server.connect(latency_s=lambda: 60.0)
     call = await connection.call("/m")
     call.send(b"lost")
     await turns()
