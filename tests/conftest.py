@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from bettercompute.store.database import Database
@@ -14,6 +15,13 @@ from bettercompute.testing import postgres
 # The same examples in every run, and a busy machine is no failure.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+
+
+@pytest.fixture(autouse=True)
+def own_logs() -> Iterator[None]:
+    """Forget where a test sent the logs: its captured stream is closed when it ends."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ def configure(*, level: str = "info") -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=True,
+        cache_logger_on_first_use=False,
     )
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
