@@ -48,7 +48,7 @@ def metrics_and_events() -> str:
             generated("src/bettercompute/telemetry.py and gateway/metrics.py"),
             "# Metrics and events",
             "## Metrics of a gateway",
-            "Counted by each gateway, times in seconds. No listener shows them yet: `/metrics` of the API is of its process.",
+            "Counted by each gateway, times in seconds. No listener shows them yet; `/metrics` is the API's own.",
             table(("metric", "type", "labels", "meaning"), sorted(rows)),
             "## Published events",
             "Written in the transaction of what they tell of, and numbered after its commit. The names are stable.",
