@@ -51,7 +51,7 @@ class Agent:
                     await self._run_round()
             finally:
                 watchdog.cancel()
-                self._parts.notifier.stopping()
+                log.info("bcd ends")
 
     def reload(self) -> None:
         """Read the configuration again, or say why it stays as it is; and wait no longer for the next dial."""
@@ -94,6 +94,8 @@ class Agent:
         failed = asyncio.ensure_future(running.failed())
         try:
             await asyncio.wait({stopped, damaged, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                self._parts.notifier.stopping()
             if damaged.done():
                 log.error("beginning anew", why=journal.damage)
             elif failed.done():

@@ -26,6 +26,7 @@ def set_up(settings: LogSettings, *, stream: TextIO | None = None) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            _without_nothing,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([] if text else [structlog.processors.dict_tracebacks]),
             renderer,
@@ -34,3 +35,8 @@ def set_up(settings: LogSettings, *, stream: TextIO | None = None) -> None:
         logger_factory=structlog.WriteLoggerFactory(file=out),
         cache_logger_on_first_use=False,
     )
+
+
+def _without_nothing(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Leave out what there is nothing to say about."""
+    return {name: value for name, value in event.items() if value is not None}

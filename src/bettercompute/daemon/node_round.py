@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,6 +224,7 @@ class NodeRound:
             site=record.site,
             role=record.role,
             version=__version__,
+            pid=os.getpid(),
             gateway_url=self.link.url,
             gateway_id=outlook.gateway_id if connected else "",
             epoch=state.epoch,

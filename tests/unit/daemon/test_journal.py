@@ -10,6 +10,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -204,16 +206,23 @@ def test_kill_9_at_every_boundary(tmp_path: Path) -> None:
     check_kills(tmp_path, list(range(1, boundaries() + 2)))
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
-    """A journal as a crash leaves it: some of it in the database, some in the write-ahead log."""
-    folder = tmp_path_factory.mktemp("written")
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of copies, none of which needs to survive a power cut."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bcd-journal-") as folder:
+        yield Path(folder)
+
+
+def crashed(folder: Path, *, steps: int) -> tuple[Path, object]:
+    """A journal as a crash leaves it, half of it in the database and half in the write-ahead log; and what it says."""
     database, _ = open_journal(folder / "live", limits=replace(SMALL, wal_bytes=SMALL.max_bytes))
-    steps = story(12)
-    for writes in steps[:40]:
-        database.apply(writes)
-    database._connection.execute("PRAGMA wal_checkpoint")
-    for writes in steps[40:]:
+    told = story(12)[:steps]
+    for number, writes in enumerate(told):
+        if number == len(told) // 2:
+            database._connection.execute("PRAGMA wal_checkpoint")
         database.apply(writes)
     shutil.copytree(folder / "live", folder / "crashed")
     database.close()
@@ -221,7 +230,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
     return folder / "crashed", state_of(folder / "sound")
 
 
-def check_damage(source: Path, folder: Path, expected: object) -> bool:
+@pytest.fixture
+def written(memory_folder: Path) -> tuple[Path, object]:
+    return crashed(memory_folder, steps=64)
+
+
+def check_damage(folder: Path, expected: object) -> bool:
     """Open the damaged copy: it is whole, or it is set aside and stays usable. Return whether it was set aside."""
     database, contents = open_journal(folder)
     database.apply([StoreEpoch(contents.meta.last_epoch)])
@@ -238,52 +252,52 @@ def check_damage(source: Path, folder: Path, expected: object) -> bool:
     return bool(contents.set_aside)
 
 
-def truncate_everywhere(written: tuple[Path, object], tmp_path: Path, *, step: int) -> None:
+def truncate_everywhere(written: tuple[Path, object], *, step: int) -> None:
     source, expected = written
+    folder = source.parent / "damaged"
     for path in companions(source / "journal.db"):
         if not path.exists():
             continue
         for size in range(0, path.stat().st_size, step):
-            folder = tmp_path / "damaged"
             shutil.copytree(source, folder)
             os.truncate(folder / path.name, size)
-            check_damage(source, folder, expected)
+            check_damage(folder, expected)
             shutil.rmtree(folder)
 
 
-def test_truncation_is_noticed(written: tuple[Path, object], tmp_path: Path) -> None:
-    truncate_everywhere(written, tmp_path, step=4_001)
+def test_truncation_is_noticed(written: tuple[Path, object]) -> None:
+    truncate_everywhere(written, step=4_001)
 
 
 @pytest.mark.long
-def test_truncation_at_every_byte_is_noticed(written: tuple[Path, object], tmp_path: Path) -> None:
-    truncate_everywhere(written, tmp_path, step=17)
+def test_truncation_at_every_byte_is_noticed(memory_folder: Path) -> None:
+    truncate_everywhere(crashed(memory_folder, steps=4), step=1)
 
 
-def flip_bits(written: tuple[Path, object], tmp_path: Path, *, count: int, seed: int) -> None:
+def flip_bits(written: tuple[Path, object], *, count: int, seed: int) -> None:
     source, expected = written
+    folder = source.parent / "damaged"
     dice = random.Random(seed)
     names = [path.name for path in companions(source / "journal.db") if path.exists()]
     aside = 0
     for _ in range(count):
-        folder = tmp_path / "damaged"
         shutil.copytree(source, folder)
         path = folder / dice.choice(names)
         data = bytearray(path.read_bytes())
         data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
         path.write_bytes(data)
-        aside += check_damage(source, folder, expected)
+        aside += check_damage(folder, expected)
         shutil.rmtree(folder)
     assert aside > count // 20, "flips in live rows must be noticed"
 
 
-def test_flipped_bits_are_noticed(written: tuple[Path, object], tmp_path: Path) -> None:
-    flip_bits(written, tmp_path, count=60, seed=1)
+def test_flipped_bits_are_noticed(written: tuple[Path, object]) -> None:
+    flip_bits(written, count=60, seed=1)
 
 
 @pytest.mark.long
-def test_a_thousand_flipped_bits_are_noticed(written: tuple[Path, object], tmp_path: Path) -> None:
-    flip_bits(written, tmp_path, count=1_000, seed=2)
+def test_a_thousand_flipped_bits_are_noticed(written: tuple[Path, object]) -> None:
+    flip_bits(written, count=1_000, seed=2)
 
 
 @pytest.mark.parametrize("name", ["journal.db", "journal.db-wal", "journal.db-seal"])
@@ -297,7 +311,7 @@ def test_a_lost_or_zeroed_file_is_noticed(written: tuple[Path, object], tmp_path
             path.unlink()
         else:
             path.write_bytes(bytes(path.stat().st_size))
-        assert check_damage(source, folder, expected), f"{name} {damage}"
+        assert check_damage(folder, expected), f"{name} {damage}"
 
 
 def test_a_foreign_file_is_set_aside(tmp_path: Path) -> None:
