@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 from bettercompute.daemon.journal import JournalDatabase
@@ -26,6 +25,8 @@ from bettercompute.session.effects import (
     ForgetCommands,
     StartCommand,
 )
+
+PROMISED = "promised"
 
 SMALL = JournalLimits(
     max_bytes=2 * 1024 * 1024, reserve_bytes=512 * 1024, ballast_bytes=256 * 1024, wal_bytes=64 * 1024
@@ -113,16 +114,12 @@ class MortalJournal(JournalDatabase):
         self._boundary()
 
 
-def main() -> None:
-    """Write the story into the folder argv[1], dying at boundary argv[2]; print each promised step's number."""
-    MortalJournal.lives = int(sys.argv[2])
-    database, _ = open_journal(Path(sys.argv[1]), MortalJournal)
-    for number, writes in enumerate(story(8)):
+def write_story(folder: Path, boundary: int) -> None:
+    """Write the story into `folder`, dying at `boundary`; one byte in the file `PROMISED` for each step promised."""
+    MortalJournal.lives = boundary
+    database, _ = open_journal(folder, MortalJournal)
+    told = os.open(folder / PROMISED, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for writes in story(8):
         database.apply(writes)
-        sys.stdout.write(f"{number}\n")
-        sys.stdout.flush()
+        os.write(told, b".")
     database.close()
-
-
-if __name__ == "__main__":
-    main()
