@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN
+from bettercompute.protocol.capabilities import GATEWAY_CAPABILITIES
 from bettercompute.protocol.versions import PROTOCOL_VERSION, ProtocolRange
+from bettercompute.session.handover import LOOK_EVERY_MS
 from bettercompute.session.opening import PENDING_HELLOS_MAX, RATE_PER_S, STREAMS_MAX
 
 
@@ -28,11 +30,11 @@ class GatewayConfig:
     handshakes_per_s: float = RATE_PER_S
     pending_hellos_max: int = PENDING_HELLOS_MAX
     protocol: ProtocolRange = PROTOCOL_VERSION
-    capabilities: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = GATEWAY_CAPABILITIES
     """Told in Welcome."""
     duplicate_hellos_max: int = 3
     duplicate_window_ms: int = 600_000
-    drain_spread_ms: int = 30_000
-    """Over how long the Drain frames of a drain are spread."""
+    rebalance_every_ms: int = LOOK_EVERY_MS
+    """How often it looks whether it holds more than its share."""
     lease_in_thread: bool = True
     """False only where there are no threads: on virtual time."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
@@ -22,20 +22,19 @@ from bettercompute.gateway.lease import draw_name
 from bettercompute.gateway.life import GatewayLife
 from bettercompute.gateway.listen import NotificationListener
 from bettercompute.gateway.metrics import GatewayMetrics
+from bettercompute.gateway.neighbours import Neighbours
 from bettercompute.gateway.revocation import RevocationFeed
 from bettercompute.gateway.server_time import ServerTime
 from bettercompute.gateway.services import GatewayServices
 from bettercompute.gateway.trust import PublishedTrust
-from bettercompute.session import opening
-from bettercompute.session.inputs import DrainRequested
-from bettercompute.store import channels, leases, sessions
+from bettercompute.store import channels, sessions
 from bettercompute.store.database import Database
 from bettercompute.transport.streams import Handler, serve
 from bettercompute.world import World
 
 log = structlog.get_logger("bettercompute.gateway")
 
-ROOM_POLL_S = 5.0
+TIME_POLL_S = 5.0
 STOP_DRAIN_MS = 2_000
 
 
@@ -74,12 +73,12 @@ class Gateway:
         self.server_time = ServerTime(world.clock)
         self.revocations = RevocationFeed(database, world=world)
         self.trust = PublishedTrust(services)
+        self.neighbours = Neighbours(database)
         self._database = database
         self._world = world
         self._tls = tls
         self._life: GatewayLife | None = None
         self._new_lives = asyncio.Event()
-        self._room_elsewhere = False
         self._listener: Listener | None = None
         self._port = config.port
         self._tasks: list[asyncio.Task[None]] = []
@@ -103,7 +102,7 @@ class Gateway:
     @property
     def room_elsewhere(self) -> bool:
         """Return whether another live gateway has room for the streams that this one refuses."""
-        return self._room_elsewhere
+        return self.neighbours.room_elsewhere(own=self.gateway_id)
 
     @property
     def handler(self) -> Handler:
@@ -145,18 +144,20 @@ class Gateway:
                 channels.DISPATCH: self._on_dispatch,
                 channels.REVOCATIONS: lambda _: self.revocations.poke(),
                 channels.TRUST: lambda _: self.trust.poke(),
+                channels.GATEWAYS: self._on_gateways,
             },
             connected=self._on_connected,
             world=self._world,
         )
         await self.trust.read()
-        self._life = self._new_life()
+        self._life = self._new_life(drain_requested_by=None)
         for name, work in (
             ("lives", self._live()),
             ("revocations", self.revocations.run()),
             ("trust", self.trust.run()),
             ("notifications", listener.run()),
-            ("room", self._watch_room()),
+            ("neighbours", self.neighbours.run()),
+            ("time", self._watch_time()),
         ):
             self._tasks.append(asyncio.create_task(work, name=f"gateway-{name}"))
 
@@ -178,25 +179,13 @@ class Gateway:
         if self._listener is not None:
             await self._listener.close(drain_ms=STOP_DRAIN_MS)
 
-    async def drain(self) -> int:
-        """Refuse new sessions and ask the live ones to reconnect elsewhere, spread over time; return how many."""
-        life = self._life
-        if life is None:
-            return 0
-        life.draining = True
-        asked = list(life.registry)
-        for session in asked:
-            delay_ms = round(self._world.dice.uniform(0, self.config.drain_spread_ms))
-            session.give(DrainRequested(reconnect_after_ms=delay_ms))
-        log.info("draining", sessions=len(asked), spread_ms=self.config.drain_spread_ms)
-        return len(asked)
-
     # Lives
 
     async def _live(self) -> None:
+        drain_requested_by = None
         while True:
             if self._life is None:
-                self._life = self._new_life()
+                self._life = self._new_life(drain_requested_by=drain_requested_by)
             life = self._life
             self._new_lives.set()
             self._new_lives.clear()
@@ -207,16 +196,21 @@ class Gateway:
             log.error("lease retired: starting over under a new id", gateway_id=life.name.gateway_id)
             self._life = None
             await life.stop()
+            # Who asked for a drain meant this process, not one of its ids.
+            drain_requested_by = life.drain_requested_by
 
-    def _new_life(self) -> GatewayLife:
+    def _new_life(self, *, drain_requested_by: str | None) -> GatewayLife:
+        name = draw_name(self.config.name, self._world)
         return GatewayLife(
-            draw_name(self.config.name, self._world),
+            name,
             config=self.config,
             advertise_url=self.config.advertise_url or f"https://{self.config.host}:{self._port}",
             database=self._database,
             world=self._world,
             metrics=self.metrics,
             server_time=self.server_time,
+            others=lambda: self.neighbours.loads(own=name.gateway_id),
+            drain_requested_by=drain_requested_by,
         )
 
     # Notifications
@@ -225,34 +219,24 @@ class Gateway:
         if self._life is not None:
             self._life.dispatcher.notified(channels.names(payload))
 
+    def _on_gateways(self, payload: str) -> None:
+        named = channels.names(payload)
+        if self._life is not None and (named is None or self.gateway_id in named):
+            self._life.renew_now()
+
     def _on_connected(self) -> None:
         """Look at everything: notifications may have been missed."""
         if self._life is not None:
             self._life.dispatcher.notified(None)
+            self._life.renew_now()
         self.revocations.poke()
         self.trust.poke()
 
-    # The other gateways
-
-    async def _watch_room(self) -> None:
+    async def _watch_time(self) -> None:
         while True:
-            await self._survive(self._read_room())
-            await self._survive(self._read_time())
-            await asyncio.sleep(ROOM_POLL_S)
-
-    async def _read_room(self) -> None:
-        others = [
-            lease
-            for lease in await leases.list_all(self._database)
-            if lease.live and not lease.draining and lease.name != self.gateway_id
-        ]
-        self._room_elsewhere = any(
-            opening.has_room(streams=lease.stream_count, streams_max=lease.stream_limit) for lease in others
-        )
+            with contextlib.suppress(BetterComputeError):
+                await self._read_time()
+            await asyncio.sleep(TIME_POLL_S)
 
     async def _read_time(self) -> None:
         self.server_time.read(await sessions.server_time_ms(self._database))
-
-    async def _survive(self, work: Coroutine[Any, Any, None]) -> None:
-        with contextlib.suppress(BetterComputeError):
-            await work

@@ -80,16 +80,30 @@ class LeaseKeeper:
         self._changed = changed
         self._connection: LeaseConnection | None = None
         self._claimed = False
+        self._poked = asyncio.Event()
+        self._stopping = False
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Renew every 5 s (sooner after a failure) until `stop`, then delete the row."""
+    def poke(self) -> None:
+        """Renew now: on the keeper's own loop only."""
+        self._poked.set()
+
+    def stop(self) -> None:
+        """Let the row go and end: on the keeper's own loop only."""
+        self._stopping = True
+        self._poked.set()
+
+    async def run(self) -> None:
+        """Renew every 5 s (sooner after a failure, or when poked) until stopped, then let the row go."""
         retry_s = FIRST_RETRY_S
         try:
-            while not stop.is_set() and not self._fence.retired:
+            while not self._stopping and not self._fence.retired:
+                self._poked.clear()
                 succeeded = await self.attempt()
                 retry_s = FIRST_RETRY_S if succeeded else min(LAST_RETRY_S, retry_s * 2)
                 pause_s = RENEW_EVERY_MS / 1000 if succeeded else self._world.dice.uniform(retry_s / 2, retry_s)
-                await _wait(stop, pause_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._poked.wait()
         finally:
             await self._end()
 
@@ -135,14 +149,6 @@ class LeaseKeeper:
         await self._disconnect()
 
 
-async def _wait(stop: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        return
-
-
 async def _quietly(closing: Coroutine[Any, Any, None]) -> None:
     """Await a farewell that nothing depends on: the row expires by itself, and the connection with the process."""
     try:
@@ -158,7 +164,6 @@ class LeaseThread:
     def __init__(self, keeper: LeaseKeeper) -> None:
         self._keeper = keeper
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="gateway-lease", daemon=True)
 
     def start(self) -> None:
@@ -170,16 +175,24 @@ class LeaseThread:
     def _main(self) -> None:
         assert self._loop is not None
         try:
-            self._loop.run_until_complete(self._keeper.run(self._stop))
+            self._loop.run_until_complete(self._keeper.run())
         finally:
             self._loop.close()
 
+    def poke(self) -> None:
+        """Renew now."""
+        self._tell(self._keeper.poke)
+
     async def stop(self) -> None:
         """Let the row go and wait for the thread's end, without holding up the caller's loop."""
-        if self._loop is not None and self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has ended meanwhile: retired
-                self._loop.call_soon_threadsafe(self._stop.set)
+        if self._thread.is_alive():
+            self._tell(self._keeper.stop)
             await asyncio.to_thread(self._thread.join)
+
+    def _tell(self, told: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended meanwhile: retired
+                self._loop.call_soon_threadsafe(told)
 
 
 class LeaseTask:
@@ -187,15 +200,18 @@ class LeaseTask:
 
     def __init__(self, keeper: LeaseKeeper) -> None:
         self._keeper = keeper
-        self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start the task."""
-        self._task = asyncio.create_task(self._keeper.run(self._stop), name="gateway-lease")
+        self._task = asyncio.create_task(self._keeper.run(), name="gateway-lease")
+
+    def poke(self) -> None:
+        """Renew now."""
+        self._keeper.poke()
 
     async def stop(self) -> None:
         """Let the row go and wait for the task's end."""
-        self._stop.set()
+        self._keeper.stop()
         if self._task is not None:
             await self._task

@@ -20,6 +20,7 @@ from bettercompute.gateway.config import GatewayConfig
 from bettercompute.gateway.disconnects import DisconnectWriter
 from bettercompute.gateway.dispatch import Dispatcher
 from bettercompute.gateway.fence import Fence
+from bettercompute.gateway.handover import Handover
 from bettercompute.gateway.hello import HelloTransactions
 from bettercompute.gateway.ingest import Ingest
 from bettercompute.gateway.lease import LeaseConnection, LeaseKeeper, LeaseName, LeaseTask, LeaseThread
@@ -30,12 +31,13 @@ from bettercompute.gateway.server_time import ServerTime
 from bettercompute.gateway.session import LiveSession
 from bettercompute.session import opening
 from bettercompute.session.effects import Close, PutBack
+from bettercompute.session.handover import GatewayLoad
 from bettercompute.session.hello_plan import GatewayFacts
 from bettercompute.session.inputs import GatewayStopping, LeaseLost
 from bettercompute.session.opening import GatewayCondition, GatewayState
 from bettercompute.store import leases
 from bettercompute.store.database import LEASE_LIMITS, Database, DedicatedConnection
-from bettercompute.store.leases import NewLease
+from bettercompute.store.leases import NewLease, Renewal
 from bettercompute.store.sessions import Lease
 from bettercompute.world import World
 
@@ -51,10 +53,18 @@ PACE_ENTRIES_MAX = 10_000
 class StoreLeaseConnection:
     """The lease's row, over a connection of its own."""
 
-    def __init__(self, connection: DedicatedConnection, row: NewLease, draining: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        connection: DedicatedConnection,
+        row: NewLease,
+        *,
+        draining: Callable[[], bool],
+        learned: Callable[[Renewal], object],
+    ) -> None:
         self._connection = connection
         self._row = row
         self._draining = draining
+        self._learned = learned
 
     async def claim(self) -> bool:
         """Insert or extend the row."""
@@ -62,13 +72,16 @@ class StoreLeaseConnection:
 
     async def renew(self, *, streams: int) -> bool:
         """Extend the row."""
-        return await leases.renew(
+        renewal = await leases.renew(
             self._connection,
             name=self._row.name,
             token=self._row.token,
             stream_count=streams,
             draining=self._draining(),
         )
+        if renewal is not None:
+            self._learned(renewal)
+        return renewal is not None
 
     async def release(self) -> None:
         """Retire the row."""
@@ -100,11 +113,12 @@ class GatewayLife:
         world: World,
         metrics: GatewayMetrics,
         server_time: ServerTime,
+        others: Callable[[], tuple[GatewayLoad, ...]],
+        drain_requested_by: str | None,
     ) -> None:
         self.name = name
         self.registry = SessionRegistry()
         self.fence = Fence(world.clock)
-        self.draining = False
         self.streams = 0
         self.loop_lag_ms = 0
         self.serving = asyncio.Event()
@@ -136,6 +150,17 @@ class GatewayLife:
             pending_max=config.pending_hellos_max,
             uncertain=lambda key: self._disconnects.add(key, reason="hello-uncertain", opening=self.fence.opening),
         )
+        self.handover = Handover(
+            self.registry,
+            others=others,
+            admitting=lambda: not self.stopping and self.fence.admitting(),
+            config=config,
+            world=world,
+            metrics=metrics,
+        )
+        self.drain_requested_by = drain_requested_by
+        """Who wants it to drain, as the last renewal read it. Written by the lease's thread."""
+        self.handover.drain(drain_requested_by is not None)
         self._turns: dict[str, _Turns] = {}
         self._last_hello_ms: dict[str, int] = {}
         self._changed = asyncio.Event()
@@ -145,6 +170,11 @@ class GatewayLife:
             fence=self.fence, world=world, connect=self._connect, streams=lambda: self.streams, changed=self._moved
         )
         self._holder = LeaseThread(keeper) if config.lease_in_thread else LeaseTask(keeper)
+
+    @property
+    def draining(self) -> bool:
+        """Return whether everything is given away, and nothing taken."""
+        return self.handover.draining
 
     # The lease
 
@@ -159,8 +189,17 @@ class GatewayLife:
             internal_url=self._config.internal_url or self._advertise_url,
             version=self._config.version,
             stream_limit=self._config.streams_max,
+            drain_requested_by=self.drain_requested_by,
         )
-        return StoreLeaseConnection(connection, row, lambda: self.draining)
+        return StoreLeaseConnection(connection, row, draining=lambda: self.draining, learned=self._learned)
+
+    def _learned(self, renewal: Renewal) -> None:
+        """Note, on the lease's thread, what the row says; the watch follows it."""
+        self.drain_requested_by = renewal.drain_requested_by
+
+    def renew_now(self) -> None:
+        """Read what the row says without waiting for the next renewal."""
+        self._holder.poke()
 
     def _moved(self) -> None:
         """Note, on any thread, that the lease was renewed or lost."""
@@ -178,6 +217,7 @@ class GatewayLife:
             ("dispatch", self.dispatcher.run()),
             ("disconnects", self._disconnects.run()),
             ("liveness", self.liveness.run()),
+            ("handover", self.handover.run()),
         ):
             self._tasks.append(asyncio.create_task(work, name=f"gateway-{name}"))
 
@@ -192,6 +232,7 @@ class GatewayLife:
             self.loop_lag_ms = max(0, self._world.clock.monotonic_ms() - due_ms)
             self.fence.tick()
             self._enforce_fence()
+            self._follow_drain()
             view = self.fence.view()
             self._metrics.lease_left.set(view.trust_left_ms / 1000)
             self._metrics.loop_lag.set(self.loop_lag_ms / 1000)
@@ -210,6 +251,13 @@ class GatewayLife:
             self.serving.set()
         else:
             self.serving.clear()
+
+    def _follow_drain(self) -> None:
+        wanted = self.drain_requested_by is not None
+        if wanted != self.draining:
+            self.handover.drain(wanted)
+            # The row says so at once: the others count on nobody who drains.
+            self._holder.poke()
 
     async def stop(self) -> None:
         """End every session in order, write what they leave, let the lease go."""

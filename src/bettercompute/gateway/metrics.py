@@ -24,6 +24,9 @@ class GatewayMetrics:
             telemetry.METRIC_GATEWAY_REFUSALS, "Refused calls", ["method", "reason"], registry=registry
         )
         self.closes = Counter(telemetry.METRIC_GATEWAY_CLOSES, "Ended sessions", ["reason"], registry=registry)
+        self.handed_over = Counter(
+            telemetry.METRIC_GATEWAY_HANDED_OVER, "Sessions asked to go elsewhere", ["reason"], registry=registry
+        )
         self.hello_seconds = Histogram(
             telemetry.METRIC_GATEWAY_HELLO_SECONDS, "Hello transactions", buckets=SECONDS_BUCKETS, registry=registry
         )

@@ -299,6 +299,10 @@ class FakeDaemon:
                 self.commands.acked(frame.ack.command_ids)
                 self.on_ack(frame.ack)
             self._step(ServerFrameReceived(frame, self._world.clock.now_ms()))
+        if case == "drain":
+            # It leaves when it was told to, not at the tick that was due anyway.
+            self._stop_timer()
+            self._schedule()
         self._look()
 
     def _step(self, given: DaemonInput) -> tuple[DaemonEffect, ...]:

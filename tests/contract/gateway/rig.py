@@ -15,6 +15,7 @@ from bettercompute.pki import certificates
 from bettercompute.pki.identity import NodeIdentity
 from bettercompute.protocol import messages, service
 from bettercompute.protocol.frames import decode_message, encode_message
+from bettercompute.store import leases
 from bettercompute.store.database import Database
 from bettercompute.system import system_world
 from bettercompute.transport.calls import ClientCall
@@ -113,6 +114,12 @@ class Rig:
         server = MemoryServer(gateway.handler, world=self.world)
         self.extra.append((gateway, server))
         return gateway, server
+
+    async def drain(self, gateway: Gateway | None = None) -> None:
+        """Ask a gateway to drain, as an operator does, and wait until it does."""
+        asked = gateway or self.gateway
+        assert await leases.request_drain(self.database, name=asked.gateway_id, requested_by="op")
+        await self.until(lambda: asked.life is not None and asked.life.draining)
 
     async def row(self, node_id: str) -> dict[str, object]:
         """Return what the tables say of a node's session."""

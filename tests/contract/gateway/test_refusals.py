@@ -184,7 +184,7 @@ async def test_an_unknown_method_and_a_tunnel(rig):
 
 async def test_a_draining_gateway_tells_when_to_come_back(rig):
     node = await rig.add_node("node-a")
-    await rig.gateway.drain()
+    await rig.drain()
     daemon = await rig.dial(node)
     assert (await refused(daemon))[:2] == (Status.UNAVAILABLE, "draining")
     assert 1_000 <= int(daemon.call.trailers["grpc-retry-pushback-ms"]) <= 5_000

@@ -249,17 +249,6 @@ async def test_stopping_ends_sessions_and_retires_the_lease(rig):
     assert daemon.call.status is None
 
 
-async def test_draining_refuses_new_sessions_and_asks_the_live_ones_to_go(rig):
-    node = await rig.add_node("node-a")
-    daemon = await rig.connect(node)
-    assert await rig.gateway.drain() == 1
-    assert (await daemon.receive("drain")).drain.reason == "draining"
-    another = await rig.dial(await rig.add_node("node-b"))
-    status, reason, _ = await another.end()
-    assert (status, reason) == (Status.UNAVAILABLE, "draining")
-    assert "grpc-retry-pushback-ms" in another.call.trailers
-
-
 async def test_revoking_ends_the_session_and_refuses_the_next(rig):
     node = await rig.add_node("node-a")
     daemon = await rig.connect(node)

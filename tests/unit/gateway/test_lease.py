@@ -133,7 +133,7 @@ async def test_no_row_matched_retires_for_good(rig):
     assert not await rig.keeper.attempt()
     assert rig.fence.retired
     assert rig.changes[-1] == 1
-    await asyncio.wait_for(rig.keeper.run(asyncio.Event()), 5)
+    await asyncio.wait_for(rig.keeper.run(), 5)
 
 
 async def test_a_silent_main_loop_is_not_renewed_for(rig):
@@ -146,14 +146,25 @@ async def test_a_silent_main_loop_is_not_renewed_for(rig):
 
 
 async def test_stopping_deletes_the_row_and_closes_the_connection(rig):
-    stop = asyncio.Event()
-    running = asyncio.create_task(rig.keeper.run(stop))
+    running = asyncio.create_task(rig.keeper.run())
     await asyncio.wait_for(rig.changed.wait(), 5)
-    stop.set()
+    rig.keeper.stop()
     await asyncio.wait_for(running, 5)
     assert not rig.table.held
     assert rig.table.closed == 1
     assert not rig.fence.admitting()
+
+
+async def test_a_poke_renews_at_once(rig):
+    running = asyncio.create_task(rig.keeper.run())
+    await asyncio.wait_for(rig.changed.wait(), 5)
+    rig.changed.clear()
+    rig.keeper.poke()
+    async with asyncio.timeout(4):  # the next renewal would come after 5 s
+        await rig.changed.wait()
+    assert rig.table.streams == [7]
+    rig.keeper.stop()
+    await asyncio.wait_for(running, 5)
 
 
 async def test_the_thread_renews_while_the_main_loop_is_busy():
