@@ -20,7 +20,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
-from bench.fakes import fleet
+from bench.fakes import connected_fleet
 from bench.measure import Figures, Shares, allow_many_files, options, percentile, report
 from bench.stack import BenchStack, add_nodes, stack
 from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN
@@ -166,8 +166,8 @@ async def measure(running: BenchStack, sizes: Sizes) -> None:
     """Measure the row."""
     world = running.world
     async with running.database() as database:
-        nodes = await add_nodes(running, database, count=sizes.daemons)
-        async with fleet(nodes, world=world) as daemons:
+        nodes = await add_nodes(running, database, prefix="commands", count=sizes.daemons)
+        async with connected_fleet(nodes, world=world) as daemons:
             acks, shares = Acks(daemons), running.shares()
             await saturated(database, daemons, count=sizes.commands // 5, shares=shares, world=world, acks=acks)
             runs = []

@@ -17,7 +17,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
-from bench.fakes import fleet
+from bench.fakes import connected_fleet
 from bench.measure import Figures, Shares, allow_many_files, options, report
 from bench.stack import BenchStack, add_nodes, stack
 from bettercompute.protocol import messages
@@ -64,8 +64,8 @@ async def run(daemons: Sequence[FakeDaemon], sizes: Sizes, *, shares: Shares) ->
 async def measure(running: BenchStack, sizes: Sizes) -> None:
     """Measure the row."""
     async with running.database() as database:
-        nodes = await add_nodes(running, database, count=sizes.daemons)
-        async with fleet(nodes, world=running.world) as daemons:
+        nodes = await add_nodes(running, database, prefix="events", count=sizes.daemons)
+        async with connected_fleet(nodes, world=running.world) as daemons:
             shares = running.shares()
             await run(daemons, replace(sizes, batches_each=1), shares=shares)
             runs = [await run(daemons, sizes, shares=shares) for _ in range(sizes.repeats)]

@@ -17,7 +17,9 @@ CONNECT_S = 120.0
 
 
 @contextlib.asynccontextmanager
-async def fleet(nodes: Sequence[BenchNode], *, world: World) -> AsyncIterator[list[FakeDaemon]]:
+async def connected_fleet(
+    nodes: Sequence[BenchNode], *, world: World, limit_s: float = CONNECT_S
+) -> AsyncIterator[list[FakeDaemon]]:
     """Give one connected FakeDaemon for each node, until the block ends."""
     daemons = [FakeDaemon(node.node_id, dial=over_tls(node.target, world=world), world=world) for node in nodes]
     tasks: list[asyncio.Task[None]] = []
@@ -29,7 +31,7 @@ async def fleet(nodes: Sequence[BenchNode], *, world: World) -> AsyncIterator[li
             await daemon.connected()
 
     try:
-        async with asyncio.timeout(CONNECT_S), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
             for _ in range(CONNECTS_AT_ONCE):
                 group.create_task(connect())
         yield daemons

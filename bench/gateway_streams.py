@@ -174,10 +174,18 @@ async def measure(running: BenchStack, sizes: Sizes, *, echo_id: int, echo_url: 
     """Measure both rows, the gateway and the reference in turn."""
     world = system_world()
     async with running.database() as database:
-        nodes = await add_nodes(running, database, count=max(sizes.streams, sizes.opened + sizes.warm_up))
+        nodes = await add_nodes(
+            running, database, prefix="streams", count=max(sizes.streams, sizes.opened + sizes.warm_up)
+        )
         ends = {"gateway": (running.process_id, running.url), "bare_h2": (echo_id, echo_url)}
         for _, url in ends.values():
             await close_all(await open_all(nodes[-sizes.warm_up :], url=url, world=world))
+        lived = {
+            name: await idle(nodes[: sizes.streams], sizes, process_id=process_id, url=url, world=world)
+            for name, (process_id, url) in ends.items()
+        }
+        report("gateway_streams", [_streams_row(lived["gateway"], lived["bare_h2"], sizes)], window_s=sizes.window_s)
+
         opens = []
         for _ in range(sizes.repeats):
             cost = {
@@ -192,11 +200,6 @@ async def measure(running: BenchStack, sizes: Sizes, *, echo_id: int, echo_url: 
                 }
             )
         report("session_open", opens, opened=sizes.opened)
-        lived = {
-            name: await idle(nodes[: sizes.streams], sizes, process_id=process_id, url=url, world=world)
-            for name, (process_id, url) in ends.items()
-        }
-        report("gateway_streams", [_streams_row(lived["gateway"], lived["bare_h2"], sizes)], window_s=sizes.window_s)
 
 
 def _streams_row(gateway: Figures, bare: Figures, sizes: Sizes) -> Figures:

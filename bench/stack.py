@@ -47,6 +47,7 @@ class BenchStack:
     dsn: str
     database_process_id: int
     port: int
+    api_port: int
     world: World
     keys: KeyFolder
     roles: tuple[str, ...]
@@ -56,6 +57,11 @@ class BenchStack:
     def url(self) -> str:
         """Return what nodes dial."""
         return f"https://127.0.0.1:{self.port}"
+
+    @property
+    def api_url(self) -> str:
+        """Return the operators' API; for stacks with that role."""
+        return f"http://127.0.0.1:{self.api_port}"
 
     @property
     def process_id(self) -> int:
@@ -86,6 +92,18 @@ class BenchStack:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(STOP_S)
+
+    async def listening(self) -> None:
+        """Wait until the gateway takes connections, which is soon followed by its lease."""
+        deadline = time.monotonic() + READY_S
+        while True:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                writer.close()
+                return
+            if time.monotonic() > deadline:
+                raise SystemExit("the gateway did not listen again")
+            await asyncio.sleep(0.02)
 
     async def ready(self, database: Database) -> None:
         """Wait until the gateway holds a lease."""
@@ -164,6 +182,7 @@ def stack(
                 dsn=server.dsn,
                 database_process_id=server.process_id,
                 port=port,
+                api_port=api_port,
                 world=world,
                 keys=keys,
                 roles=tuple(roles),
@@ -179,7 +198,7 @@ def stack(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def add_nodes(running: BenchStack, database: Database, *, count: int, prefix: str = "node") -> list[BenchNode]:
+async def add_nodes(running: BenchStack, database: Database, *, count: int, prefix: str) -> list[BenchNode]:
     """Join nodes in bulk and return them."""
     world, node_ca = running.world, running.keys.authority(keyfiles.NODE_CA)
     # One key for all: making keys is no part of any figure.
