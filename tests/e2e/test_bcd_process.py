@@ -78,14 +78,17 @@ def serving(ca: Authority) -> ServerSecrets:
 
 
 @pytest.fixture
-async def bcd(tmp_path: Path) -> AsyncIterator[Bcd]:
+async def bcd(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bcd]:
+    """A node and its gateway; the parameter spoils what one of them believes."""
+    spoiled = getattr(request, "param", "")
     gateway, keys = FakeGateway(), control_plane()
+    client_ca = control_plane().node_ca if spoiled == "client-ca" else keys.node_ca
     ca = certificates.make_serving_ca(serial=bytes(16), now_ms=system_world().clock.now_ms())
     secrets = serving(ca)
     secrets = ServerSecrets(
         secrets.certificate_chain_pem,
         secrets.private_key_pem,
-        client_ca_pem=keys.node_ca.certificate.public_bytes(Encoding.PEM),
+        client_ca_pem=client_ca.certificate.public_bytes(Encoding.PEM),
     )
     context = server_context(secrets)
     server = await serve(gateway.handle, tls=lambda: context, world=system_world())
@@ -97,7 +100,8 @@ async def bcd(tmp_path: Path) -> AsyncIterator[Bcd]:
         Config(state_dir=state),
         keys=keys,
         gateway_urls=(f"https://127.0.0.1:{server.port}",),
-        serving_ca_pins=(certificates.spki_sha256(ca.certificate),),
+        serving_ca_pins=("ab" * 32 if spoiled == "pin" else certificates.spki_sha256(ca.certificate),),
+        age_ms=48 * 3_600_000 if spoiled == "age" else 0,
     )
     node = Bcd(gateway, config, facts, tmp_path / "bcd.log")
     yield node
@@ -188,6 +192,28 @@ async def test_term_is_an_orderly_end_and_status_says_how_it_is(bcd: Bcd) -> Non
     assert (code, json.loads(out)["sound"]) == (0, True)
     for line in bcd.log.read_text().splitlines():
         assert json.loads(line)["level"] in ("info", "warning"), line
+
+
+@pytest.mark.parametrize(
+    ("bcd", "reason", "words", "code"),
+    [
+        ("pin", "pin-mismatch", "serving CA", 1),
+        ("client-ca", "unknown-ca", "certificate", 1),
+        ("age", "certificate-expired", "expired", 4),
+    ],
+    indirect=["bcd"],
+)
+async def test_log_and_status_say_in_words_what_tls_refused(bcd: Bcd, reason: str, words: str, code: int) -> None:
+    await bcd.start()
+    async with asyncio.timeout(60):
+        while True:
+            found, out, _ = await bcd.run("status", "--json")
+            if found != 3 and json.loads(out)["reason_code"] == reason:
+                break
+    assert found == code
+    assert words in json.loads(out)["reason"]
+    lines = [json.loads(line) for line in bcd.log.read_text().splitlines()]
+    assert any(line["event"] == "no session" and words in line["why"] for line in lines)
 
 
 async def test_an_idle_daemon_is_light(bcd: Bcd) -> None:

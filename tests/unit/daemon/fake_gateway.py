@@ -50,9 +50,10 @@ def join(
     keys: ControlPlane | None = None,
     gateway_urls: tuple[str, ...] = ("https://gw-a:443", "https://gw-b:443"),
     serving_ca_pins: tuple[str, ...] = ("ab" * 32,),
+    age_ms: int = 0,
 ) -> None:
-    """Put an identity into the state folder, as a Join would."""
-    now_ms = system_world().clock.now_ms()
+    """Put an identity into the state folder, as a Join would have `age_ms` ago."""
+    now_ms = system_world().clock.now_ms() - age_ms
     keys = keys or control_plane()
     config.state_dir.mkdir(parents=True, exist_ok=True)
     store = IdentityStore(config.state_dir)
