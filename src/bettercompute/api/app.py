@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, FastAPI, Response
+from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import bettercompute
-from bettercompute.api import commands, nodes, problems, tokens
-from bettercompute.api.auth import Principal, Role, require
+from bettercompute.api import commands, gateways, nodes, problems, tokens
 from bettercompute.api.context import ApiContext, Context
-from bettercompute.api.shapes import GatewayShape, gateway_shape
-from bettercompute.store import controller_runs, leases
+from bettercompute.store import controller_runs
 
 router = APIRouter()
 
@@ -36,14 +32,6 @@ async def metrics() -> Response:
     return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/gateways", tags=["gateways"])
-async def list_gateways(
-    context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
-) -> dict[str, list[GatewayShape]]:
-    """List the gateways that are not retired, by their leases."""
-    return {"items": [gateway_shape(lease) for lease in await leases.list_all(context.database)]}
-
-
 def create_app(context: ApiContext) -> FastAPI:
     """Return the application; whoever composes it starts and stops what is in `context`."""
     app = FastAPI(
@@ -55,6 +43,6 @@ def create_app(context: ApiContext) -> FastAPI:
     )
     app.state.context = context
     problems.install(app)
-    for part in (router, nodes.router, commands.router, tokens.router):
+    for part in (router, nodes.router, commands.router, tokens.router, gateways.router):
         app.include_router(part)
     return app

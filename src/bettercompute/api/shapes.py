@@ -159,8 +159,21 @@ class GatewayShape(BaseModel):
     version: str
     sessions: int
     sessions_max: int
+    drain_requested_at: str | None
+    drain_requested_by: str | None
     started_at: str | None
     renewed_at: str | None
+    retired_at: str | None
+
+
+class GatewayDetail(GatewayShape):
+    """A gateway with the nodes whose session is its own by their rows: exact, where `sessions` is a renewal old."""
+
+    nodes: int
+    node_ids: list[str]
+    """The first of them."""
+    refuses: bool
+    """It has seen that it is to drain: nobody comes in any more."""
 
 
 def node_fields(node: Node, *, now_ms: int) -> dict[str, Any]:
@@ -300,16 +313,19 @@ def token_shape(token: Token) -> TokenShape:
     )
 
 
-def gateway_shape(lease: Lease) -> GatewayShape:
-    """Return a gateway."""
-    return GatewayShape(
-        gateway_id=lease.name,
-        live=lease.live,
-        draining=lease.draining,
-        advertise_url=lease.advertise_url,
-        version=lease.version,
-        sessions=lease.stream_count,
-        sessions_max=lease.stream_limit,
-        started_at=rfc3339(lease.started_at_ms),
-        renewed_at=rfc3339(lease.renewed_at_ms),
-    )
+def gateway_fields(lease: Lease) -> dict[str, Any]:
+    """Return the fields of a `GatewayShape`."""
+    return {
+        "gateway_id": lease.name,
+        "live": lease.live,
+        "draining": lease.draining,
+        "advertise_url": lease.advertise_url,
+        "version": lease.version,
+        "sessions": lease.stream_count,
+        "sessions_max": lease.stream_limit,
+        "drain_requested_at": rfc3339(lease.drain_requested_at_ms),
+        "drain_requested_by": lease.drain_requested_by,
+        "started_at": rfc3339(lease.started_at_ms),
+        "renewed_at": rfc3339(lease.renewed_at_ms),
+        "retired_at": rfc3339(lease.retired_at_ms),
+    }

@@ -57,6 +57,8 @@ class Lease:
     stream_limit: int
     draining: bool
     """It was asked to drain, or says that it does."""
+    refuses: bool
+    """It says so: from then on it takes no session."""
     drain_requested_at_ms: int | None
     drain_requested_by: str | None
     started_at_ms: int

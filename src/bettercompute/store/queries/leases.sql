@@ -48,7 +48,7 @@ RETURNING name;
 -- name: leases.list
 -- other: read
 SELECT name, to_ms(expires_at) AS expires_at_ms, advertise_url, internal_url, version, stream_count, stream_limit,
-       draining OR drain_requested_at IS NOT NULL AS draining, to_ms(drain_requested_at) AS drain_requested_at_ms,
+       draining AS refuses, draining OR drain_requested_at IS NOT NULL AS draining, to_ms(drain_requested_at) AS drain_requested_at_ms,
        drain_requested_by, to_ms(started_at) AS started_at_ms, to_ms(renewed_at) AS renewed_at_ms,
        to_ms(retired_at) AS retired_at_ms, retired_at IS NULL AND expires_at > compute_now() AS live
   FROM leases
