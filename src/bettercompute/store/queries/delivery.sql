@@ -47,7 +47,7 @@ SELECT (SELECT count(*) FROM moved) AS moved,
 -- fact
 WITH batches AS MATERIALIZED (
   SELECT u.* FROM unnest(:node_ids::text[], :journal_ids::text[], :first_seqs::bigint[], :last_seqs::bigint[])
-    AS u (node_id, journal_id, first_seq, last_seq)
+    WITH ORDINALITY AS u (node_id, journal_id, first_seq, last_seq, number)
 ), locked AS MATERIALIZED (
   SELECT s.node_id, s.journal_id, s.acked_event_seq FROM node_sessions s
   WHERE s.node_id IN (SELECT node_id FROM batches)
@@ -55,12 +55,13 @@ WITH batches AS MATERIALIZED (
   FOR NO KEY UPDATE OF s
 ), stored AS (
   INSERT INTO node_events (node_id, journal_id, seq, event_id, type, occurred_at, recovered, payload)
-  SELECT locked.node_id, u.journal_id, u.seq, u.event_id, u.type, at_ms(u.occurred_at_ms), u.recovered, u.payload
-  FROM unnest(:event_node_ids::text[], :event_journal_ids::text[], :seqs::bigint[], :event_ids::text[], :types::text[],
-    :occurred_at_ms::bigint[], :recovered::boolean[], :payloads::bytea[])
-    AS u (node_id, journal_id, seq, event_id, type, occurred_at_ms, recovered, payload)
-  JOIN locked ON locked.node_id = u.node_id
-  ORDER BY u.node_id, u.journal_id, u.seq
+  SELECT b.node_id, b.journal_id, u.seq, u.event_id, u.type, at_ms(u.occurred_at_ms), u.recovered, u.payload
+  FROM unnest(:batch_numbers::int[], :seqs::bigint[], :event_ids::text[], :types::text[], :occurred_at_ms::bigint[],
+    :recovered::boolean[], :payloads::bytea[])
+    AS u (batch_number, seq, event_id, type, occurred_at_ms, recovered, payload)
+  JOIN batches b ON b.number = u.batch_number
+  JOIN locked ON locked.node_id = b.node_id
+  ORDER BY b.node_id, b.journal_id, u.seq
   ON CONFLICT DO NOTHING
   RETURNING node_id
 ), raised AS (
