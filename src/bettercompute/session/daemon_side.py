@@ -67,7 +67,6 @@ def start(facts: DaemonFacts, advertised: Advertised, journal: JournalFacts, *, 
         acked_event_seq=journal.acked_event_seq,
         hello_nonce=journal.hello_nonce,
         previous_hello_nonce=journal.previous_hello_nonce,
-        nonce_used=False,
         phase=Phase.OFFLINE,
         backoff=Backoff(),
     )
@@ -162,8 +161,8 @@ def _held(state: DaemonSession, given: inputs.StatusChanged | inputs.SpecHeld | 
 def _dialed(state: DaemonSession, given: inputs.Dialed, *, now_ms: int) -> Outcome:
     """Say Hello: with a fresh nonce when a Welcome was applied since the last one, else with the same pair again."""
     effects: tuple[DaemonEffect, ...] = ()
-    if state.nonce_used or not state.hello_nonce:
-        state = replace(state, hello_nonce=given.fresh_nonce, previous_hello_nonce=state.hello_nonce, nonce_used=False)
+    if not state.hello_nonce:
+        state = replace(state, hello_nonce=given.fresh_nonce)
         effects = (StoreNonces(state.hello_nonce, state.previous_hello_nonce),)
     hello, riding = new_hello(state)
     state = replace(

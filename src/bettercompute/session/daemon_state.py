@@ -89,9 +89,8 @@ class DaemonSession:
     last_event_seq: int
     acked_event_seq: int
     hello_nonce: bytes
+    """Empty once a Welcome for it was applied: the next dial draws a fresh one, also when another process makes it."""
     previous_hello_nonce: bytes
-    nonce_used: bool
-    """A Welcome for the stored pair was applied: the next dial draws a fresh nonce."""
     # the stream
     phase: Phase
     backoff: Backoff

@@ -170,9 +170,10 @@ class AckEvents:
 
 @dataclass(frozen=True, slots=True)
 class StoreNonces:
-    """The pair of continuity nonces, before the Hello that carries it."""
+    """The pair of continuity nonces: before the Hello that carries it, and when a Welcome for it was applied."""
 
     hello_nonce: bytes
+    """Empty: used up, the next dial draws a fresh one."""
     previous_hello_nonce: bytes
 
 

@@ -23,6 +23,7 @@ from bettercompute.session.effects import (
     EndSession,
     SetCondition,
     StoreEpoch,
+    StoreNonces,
     StoreTime,
     TakeNewJournalId,
     Warn,
@@ -138,9 +139,13 @@ def apply_welcome(
         state,
         clock=clock.stored(judged, now_ms=now_ms),
         last_epoch=max(state.last_epoch, welcome.epoch),
-        nonce_used=True,
+        hello_nonce=b"",
+        previous_hello_nonce=state.hello_nonce,
     )
+    # That the nonce is used up outlives the process: otherwise a machine that only ever restarts would say the same
+    # pair for ever, and a disk restored from any time of it would seem to continue.
     writes: tuple[DaemonEffect, ...] = (
+        StoreNonces(state.hello_nonce, state.previous_hello_nonce),
         StoreEpoch(state.last_epoch),
         StoreTime(judged.mark_ms, clock.confirmed_time(judged, now_ms=now_ms)),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 
 from bettercompute.delivery.commands import CommandState
@@ -212,6 +214,36 @@ def test_a_restored_disk_takes_a_new_journal_and_loses_no_event() -> None:
     assert world.gateway is not None
     assert len(world.stored_events) == 3
     assert world.daemon.phase == "live"
+
+
+def test_a_restored_disk_shows_also_when_the_daemon_has_only_ever_restarted() -> None:
+    world = World()
+    world.connect()
+    world.restart_daemon()
+    world.connect()
+    backup = deepcopy(world.journal)
+    for _ in range(2):
+        world.restart_daemon()
+        world.connect()
+    world.cut()
+    world.journal = backup
+    world.restart_daemon()
+    world.connect()
+    assert world.trace[-1] == "new-journal"
+
+
+def test_a_restarted_daemon_continues_its_own_nonces() -> None:
+    world = World()
+    for _ in range(4):
+        world.connect()
+        world.restart_daemon()
+        world.dial()
+        world.move_up()
+        world.restart_daemon()  # this Welcome was never applied
+    world.connect()
+    assert world.journal.journal_id == "j-1"
+    assert world.last_plan is not None
+    assert not world.last_plan.new_journal
 
 
 def test_a_welcome_that_is_lost_after_a_rollback_leaves_no_old_journal_in_use() -> None:

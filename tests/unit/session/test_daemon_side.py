@@ -234,7 +234,12 @@ def test_a_welcome_is_applied() -> None:
     state, done = told(
         dialed(booted(last_event_seq=9)[0]), welcome=welcome(acked_event_seq=5, request_sections=["cpu"])
     )
-    assert done[:3] == (effects.StoreEpoch(4), effects.StoreTime(START_MS, START_MS), effects.AckEvents(5))
+    assert done[:4] == (
+        effects.StoreNonces(b"", FRESH),
+        effects.StoreEpoch(4),
+        effects.StoreTime(START_MS, START_MS),
+        effects.AckEvents(5),
+    )
     assert effects.SendInventory(("cpu",)) in done
     assert effects.SendEvents("s-1", "j-1", 5, 9) in done
     assert (state.phase, state.epoch, state.last_epoch, state.session_id) == (Phase.LIVE, 4, 4, "s-1")
@@ -251,7 +256,7 @@ def test_a_welcome_from_the_past_ends_the_session() -> None:
 
 def test_a_rolled_back_journal_takes_a_new_id_and_says_hello_anew() -> None:
     state, done = told(dialed(booted(last_event_seq=9)[0]), welcome=welcome(new_journal=True))
-    assert kinds(done) == ["StoreEpoch", "StoreTime", "TakeNewJournalId", "Warn", "EndSession"]
+    assert kinds(done) == ["StoreNonces", "StoreEpoch", "StoreTime", "TakeNewJournalId", "Warn", "EndSession"]
     state, _ = step(state, inputs.JournalRenewed("j-2", 4))
     state, _ = step(state, inputs.StreamEnded(drawn=0.0))
     _, done = step(state, inputs.Dialed(fresh_nonce=b"g" * 16))
