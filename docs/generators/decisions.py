@@ -17,6 +17,7 @@ GROUPS = {
     60: "Inventory",
     70: "Gateway",
     80: "Node daemon",
+    90: "Processes of the control plane",
     101: "How the parts behave together",
 }
 

@@ -218,6 +218,8 @@ def _explain(error: httpx.HTTPError) -> str:
         return f"its certificate does not come from the serving CA, or is out of date ({certificate.verify_message})"
     if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
         return f"it ended the connection unanswered ({error}); where it refused our certificate, its log says why"
+    if isinstance(error, httpx.ConnectError):
+        return f"it takes no connections ({error})"
     return f"{type(error).__name__}: {error}"
 
 

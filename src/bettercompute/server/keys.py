@@ -40,7 +40,7 @@ def check_serving_files(folder: KeyFolder, *, files: tuple[str, ...], what: str,
     if missing:
         raise refuse(
             Reason.INVALID_CONFIG,
-            f"{what} needs {', '.join(files)} in {folder.folder}, and {', '.join(missing)} is missing: where the CAs' "
+            f"{what} needs {', '.join(files)} in {folder.folder}, which lacks {', '.join(missing)}: where the CAs' "
             f"keys are, run `better-compute pki issue-gateway --san NAME --out DIR` and copy DIR to {folder.folder}",
         )
     leaf = folder.authority(GATEWAY).certificate

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from typer.testing import CliRunner
 
+from bettercompute.cli import better_compute
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
@@ -82,20 +85,30 @@ def test_a_gateways_bundle_is_all_it_needs_and_no_more(installation: KeyFolder, 
     ]
 
 
+def test_the_command_writes_the_bundle_and_says_where_it_goes(installation: KeyFolder, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "bundle"
+    command = ["pki", "issue-gateway", "--san", "gw.example.org", "--dir", str(installation.folder), "--out", str(out)]
+    ended = CliRunner().invoke(better_compute.app, [*command, "--json"])
+    assert ended.exit_code == 0, ended.output
+    facts = json.loads(ended.stdout)
+    assert (facts["file"], facts["names"]) == (str(out / "gateway.pem"), ["gw.example.org"])
+    assert f"copy {out} to the gateway's host" in ended.stderr.replace("\n", " ")
+    check(KeyFolder(out))
+
+
 @pytest.mark.parametrize("name", GATEWAY_FILES)
 def test_a_missing_file_is_named_with_the_cure(bundle: KeyFolder, name: str) -> None:
     bundle.path(name).unlink()
     with pytest.raises(Refused) as refused:
         check(bundle)
     assert (
-        f"and {name} is missing: where the CAs' keys are, run `better-compute pki issue-gateway"
-        in refused.value.message
+        f"which lacks {name}: where the CAs' keys are, run `better-compute pki issue-gateway" in refused.value.message
     )
     assert str(bundle.folder) in refused.value.message
 
 
 def test_an_empty_folder_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=r"gateway\.pem, gateway\.key, serving-ca\.pem, node-ca\.pem is missing"):
+    with pytest.raises(Refused, match=r"which lacks gateway\.pem, gateway\.key, serving-ca\.pem, node-ca\.pem:"):
         check(KeyFolder(tmp_path / "none"))
 
 
