@@ -89,7 +89,8 @@ def conditions(facts: HelloFacts, judgement: duplicate_identity.Judgement) -> tu
     """Raise what this Hello shows; clear what held once a whole window has passed without an alternation."""
     changes: list[ConditionChange] = []
     if judgement.duplicate:
-        message = f"another machine took the session over, {judgement.alternations} times now"
+        times = "once" if judgement.alternations == 1 else f"{judgement.alternations} times"
+        message = f"another machine or boot took the live session over, {times} within the window"
         changes.append(_duplicate_condition(message))
     if judgement.reboot_loop:
         message = f"{judgement.alternations} boots took over a live session within the window, and none came back"
@@ -113,11 +114,13 @@ def quarantined(
 ) -> HelloRefusal:
     """The Hello that trips the quarantine: counter, revocation and events commit, the epoch does not move."""
     node_id = facts.certificate.node_id
+    notice = (
+        f"certificate quarantined: duplicate identity: two machines say they are {node_id}, {judgement.alternations} "
+        "alternations; all certificates of this identity are revoked"
+    )
     message = (
-        f"certificate quarantined: duplicate identity. Two machines say they are {node_id}: boot {row.boot_id} from "
-        f"{row.peer_address or 'an unknown address'} and boot {hello.boot_id} from "
-        f"{facts.gateway.peer_address or 'an unknown address'}, {judgement.alternations} alternations; all "
-        f"certificates of this identity are revoked. Cure: {duplicate_identity.CURE}"
+        f"{notice}; claimed by boot {row.boot_id} from {row.peer_address or 'an unknown address'} and boot "
+        f"{hello.boot_id} from {facts.gateway.peer_address or 'an unknown address'}; cure: {duplicate_identity.CURE}"
     )
     quarantined = PublishedEvent(
         name=telemetry.EVENT_NODE_QUARANTINED,
@@ -130,7 +133,7 @@ def quarantined(
         reset_duplicates=True,
         conditions=(_duplicate_condition(message),),
         notice_reason=QUARANTINE_REASON,
-        notice_message=message,
+        notice_message=notice,
         notice_cure=duplicate_identity.CURE,
         claimants=(
             (row.boot_id, row.peer_address, row.last_seen_ms or 0),

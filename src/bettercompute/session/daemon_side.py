@@ -265,10 +265,11 @@ def _acked(state: DaemonSession, ack: messages.Ack) -> Outcome:
 
 def _revoked(state: DaemonSession, notice: messages.RevocationNotice) -> Outcome:
     """Tell people on this host who claimed the identity and what the cure is; the gateway ends the session."""
-    claimants = "; ".join(f"boot {one.boot_id} from {one.address or 'unknown'}" for one in notice.claimants)
-    message = " ".join(
-        part for part in (notice.message, f"Claimed by: {claimants}." if claimants else "", notice.cure) if part
+    claimants = " and ".join(
+        f"boot {one.boot_id} from {one.address or 'an unknown address'}" for one in notice.claimants
     )
+    parts = (notice.message, claimants and f"claimed by {claimants}", notice.cure and f"cure: {notice.cure}")
+    message = "; ".join(part for part in parts if part)
     return state, (
         SetCondition(IDENTITY_REVOKED, holds=True, reason=notice.reason, message=message),
         Warn(notice.reason or "revoked", message),
