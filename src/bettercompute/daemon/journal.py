@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 from bettercompute.daemon import journal_records as records
@@ -28,11 +30,11 @@ from bettercompute.daemon.journal_records import (
     JournalFullError,
     JournalLimits,
     JournalMeta,
-    ProcessMark,
     Value,
     Write,
     entry_of,
     entry_values,
+    mark_of,
     row_crc,
     weight_bytes,
     without_acked_update,
@@ -58,6 +60,9 @@ _UNWRITABLE_AT_OPEN = frozenset(
 )
 
 
+_meta_columns = attrgetter(*(column.name for column in fields(JournalMeta)))
+
+
 class JournalDatabase:
     """An open journal. `open` and every later call must come from one thread."""
 
@@ -67,6 +72,7 @@ class JournalDatabase:
         self.meta: JournalMeta
         self._seal = Seal(self.path.with_name(self.path.name + "-seal"))
         self._connection: sqlite3.Connection
+        self._counted: Counter[str] = Counter()  # rows that the present transaction has added, by table
 
     def open(self, *, new_journal_id: Callable[[], str], new_birth: Callable[[], bytes], stamp: str) -> JournalContents:
         """Open and check the journal, or set a damaged one aside as `stamp` and begin anew.
@@ -79,16 +85,12 @@ class JournalDatabase:
                 return self.check()
             except JournalDamagedError as error:
                 why = str(error)
-            except Unavailable:
-                self.close()
-                raise
             why = f"{why}; the files were {self.set_aside(stamp)}"
         try:
             return replace(self._create(journal_id=new_journal_id(), birth=new_birth()), set_aside=why)
         except (sqlite3.Error, OSError) as error:
             self.close()
-            # A half-made journal promised nothing: better none than one that reads as damaged.
-            for path in companions(self.path):
+            for path in companions(self.path):  # half made, it promised nothing, and would read as damaged
                 with contextlib.suppress(OSError):
                     path.unlink()
             raise self._unavailable(error) from error
@@ -99,6 +101,7 @@ class JournalDatabase:
             return self._load()
         except (sqlite3.Error, OSError) as error:
             if isinstance(error, OSError) or _code(error) in _UNWRITABLE_AT_OPEN:
+                self.close()
                 raise self._unavailable(error) from error
             raise JournalDamagedError(f"SQLite says: {error}") from error
 
@@ -119,12 +122,13 @@ class JournalDatabase:
 
     def apply(self, writes: Sequence[Write]) -> None:
         """Make `writes` durable in one transaction, all or none; raise `JournalFullError` or `JournalDamagedError`."""
-        before = self.meta
+        before, self._counted = self.meta, Counter()
         try:
             self._begin()
             for write in writes:
                 self._apply_one(write)
-            self.meta = replace(self.meta, commits=self.meta.commits + 1)
+            counts = {table: getattr(before, table) + change for table, change in self._counted.items()}
+            self.meta = replace(self.meta, commits=before.commits + 1, **counts)
             self._write_meta()
             self._commit()
             self._promise()
@@ -180,17 +184,19 @@ class JournalDatabase:
     def _connect(self) -> None:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._connection = sqlite3.connect(self.path, isolation_level=None, timeout=0)
-        execute = self._connection.execute
-        execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        # Exclusive: no shared-memory file to lose, and nobody else changes the file behind our back.
-        execute("PRAGMA locking_mode = EXCLUSIVE")
-        execute("PRAGMA journal_mode = WAL")
-        execute("PRAGMA synchronous = FULL")
-        execute(f"PRAGMA wal_autocheckpoint = {self.limits.wal_bytes // PAGE_BYTES}")
-        execute(f"PRAGMA journal_size_limit = {self.limits.wal_bytes}")
-        execute(f"PRAGMA max_page_count = {self.limits.max_bytes // PAGE_BYTES}")
-        execute("PRAGMA cache_size = -1024")
-        execute("PRAGMA temp_store = MEMORY")
+        for pragma in (
+            f"page_size = {PAGE_BYTES}",
+            # Exclusive: no shared-memory file to lose, and nobody else changes the file behind our back.
+            "locking_mode = EXCLUSIVE",
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            f"wal_autocheckpoint = {self.limits.wal_bytes // PAGE_BYTES}",
+            f"journal_size_limit = {self.limits.wal_bytes}",
+            f"max_page_count = {self.limits.max_bytes // PAGE_BYTES}",
+            "cache_size = -1024",
+            "temp_store = MEMORY",
+        ):
+            self._connection.execute(f"PRAGMA {pragma}")
 
     def _create(self, *, journal_id: str, birth: bytes) -> JournalContents:
         self._connect()
@@ -231,12 +237,7 @@ class JournalDatabase:
             meta=meta,
             commands=tuple(without_acked_update(entry_of(row)) for row in self._rows("commands")),
             cancelled={str(row[0]): int(row[1]) for row in self._rows("cancelled")},
-            processes=tuple(
-                ProcessMark(
-                    process_group=int(row[0]), command_id=str(row[1]), start_ticks=int(row[2]), boot_id=str(row[3])
-                )
-                for row in self._rows("processes")
-            ),
+            processes=tuple(mark_of(row) for row in self._rows("processes")),
             documents={str(row[0]): bytes(row[1]) for row in self._rows("documents")},  # type: ignore[arg-type]
         )
         events = sum(1 for _ in self._rows("events"))
@@ -293,11 +294,10 @@ class JournalDatabase:
         self._count(table, -self._connection.execute(query, (key,)).rowcount)
 
     def _count(self, table: str, change: int) -> None:
-        if change:
-            self.meta = replace(self.meta, **{table: getattr(self.meta, table) + change})
+        self._counted[table] += change
 
     def _write_meta(self) -> None:
-        values = astuple(self.meta)
+        values: tuple[Value, ...] = _meta_columns(self.meta)
         marks = ",".join("?" * (len(values) + 1))
         query = f"REPLACE INTO meta VALUES (1,{marks})"  # noqa: S608 - our own names
         self._connection.execute(query, (*values, row_crc("meta", values)))
@@ -307,7 +307,7 @@ class JournalDatabase:
     def _apply_one(self, write: Write) -> None:
         match write:
             case effects.AcceptCommand(entry, command):
-                self._insert("commands", entry_values(replace(entry, command=command)))
+                self._insert("commands", entry_values(entry, command=command))
             case effects.TakeUpCommand(command_id, attempt, process_id, command):
                 taken: dict[str, Value] = {"attempt": attempt, "process_id": process_id, "command": command}
                 self._change("commands", command_id, taken)

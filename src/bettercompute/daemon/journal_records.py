@@ -8,7 +8,8 @@ docs/delivery.md, "The journal"; decisions 0104, 0105 and 0115.
 from __future__ import annotations
 
 import zlib
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from bettercompute.delivery.commands import CommandState
@@ -121,20 +122,34 @@ TABLES: dict[str, tuple[str, ...]] = {
 }
 
 
-def entry_values(entry: JournalEntry) -> tuple[Value, ...]:
-    """Return an entry as the columns of `commands`."""
-    return tuple(value if isinstance(value, str | bytes) else int(value) for value in astuple(entry))
+_ENTRY_COLUMNS = tuple(column.name for column in fields(JournalEntry))
+_COMMAND_COLUMN = _ENTRY_COLUMNS.index("command")
+_entry_columns = attrgetter(*_ENTRY_COLUMNS)  # `astuple` would copy each value deeply, for every entry on the hot path
+
+
+def entry_values(entry: JournalEntry, *, command: bytes) -> tuple[Value, ...]:
+    """Return an entry with its delivered command as the columns of `commands`."""
+    columns = _entry_columns(entry)
+    values = [value if isinstance(value, str | bytes) else int(value) for value in columns]
+    values[_COMMAND_COLUMN] = command
+    return tuple(values)
 
 
 def entry_of(row: tuple[Value, ...]) -> JournalEntry:
     """Return the entry in a row of `commands`."""
-    values: dict[str, Any] = dict(zip((column.name for column in fields(JournalEntry)), row, strict=True))
+    values: dict[str, Any] = dict(zip(_ENTRY_COLUMNS, row, strict=True))
     values |= {
         "state": CommandState(values["state"]),
         "started": bool(values["started"]),
         "acked": bool(values["acked"]),
     }
     return JournalEntry(**values)
+
+
+def mark_of(row: tuple[Value, ...]) -> ProcessMark:
+    """Return the mark in a row of `processes`."""
+    process_group, command_id, start_ticks, boot_id = row
+    return ProcessMark(str(command_id), int(process_group), int(start_ticks), str(boot_id))
 
 
 def without_acked_update(entry: JournalEntry) -> JournalEntry:
