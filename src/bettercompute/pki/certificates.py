@@ -34,9 +34,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 DAY_MS = 24 * 60 * 60 * 1000
 BACKDATE_MS = 5 * 60 * 1000  # notBefore lies this far back, for peers whose clocks are a little behind
 NODE_LIFETIME_MS = DAY_MS  # a stolen node key is worth a day; renewal is automatic
-SERVING_LIFETIME_MAX_MS = (
-    90 * DAY_MS
-)  # server_time is believed only inside it: it bounds a lie about time (decisions 0110)
+SERVING_LIFETIME_MAX_MS = 90 * DAY_MS  # server_time is believed only inside it: it bounds a lie (decisions 0110)
 WORKER_LIFETIME_MS = 365 * DAY_MS
 AUTHORITY_LIFETIME_MS = 3650 * DAY_MS
 SERIAL_BYTES = 16  # random, with the top bits fixed so that every serial has 32 hex digits

@@ -19,12 +19,14 @@ import structlog
 from pydantic import ValidationError
 
 from bettercompute.errors import Unavailable
+from bettercompute.gateway.accept import RELAY_S
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import ProtocolError, decode_message, encode_message
 from bettercompute.protocol.limits import MAX_JOIN_BYTES
 from bettercompute.protocol.statuses import Reason
 from bettercompute.server.internal_rpc import (
     ANSWER_BYTES_MAX,
+    ANSWER_S,
     JOIN_PATH,
     MESSAGE_TYPE,
     REFUSAL_TYPE,
@@ -37,7 +39,7 @@ from bettercompute.server.internal_rpc import (
 )
 from bettercompute.world import World
 
-# Below the 20 s after which the gateway gives a relayed call up, above what the services allow themselves.
+# Whoever waits for another waits longer than it, so that each hears why from the next.
 DEADLINE_S = 16.0
 # The trust bundle is asked for again a minute later anyway, and a gateway that starts waits for the first answer.
 TRUST_DEADLINE_S = 5.0
@@ -48,6 +50,8 @@ RETRY_S = 0.3
 CONNECTIONS_MAX = 32
 # Less than the 5 s that the services keep an idle connection, so that they seldom close one that is about to be used.
 IDLE_S = 3.0
+
+assert ANSWER_S < DEADLINE_S < RELAY_S, "the services, this call, the gateway that relays it"
 
 # A connection that failed: whether the call was served is unknown, and asking again is harmless. Not the timeouts
 # after it stood: whoever is slow is not helped by a second call.

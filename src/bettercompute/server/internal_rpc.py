@@ -34,6 +34,8 @@ CHAIN_HEADER = "client-cert-chain"
 
 # A bundle, a chain, a signature and a few names; a refusal's sentence is far below.
 ANSWER_BYTES_MAX = MAX_TRUST_BUNDLE_BYTES + MAX_JOIN_BYTES
+# What the services allow themselves for an answer.
+ANSWER_S = 12.0
 # An IPv6 address with its zone.
 SOURCE_CHARACTERS_MAX = 100
 # All headers of a request.

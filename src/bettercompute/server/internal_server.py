@@ -28,6 +28,7 @@ from bettercompute.protocol.limits import MAX_JOIN_BYTES
 from bettercompute.protocol.statuses import Reason, Status, refuse
 from bettercompute.server.internal_rpc import (
     ANSWER_BYTES_MAX,
+    ANSWER_S,
     JOIN_PATH,
     MESSAGE_TYPE,
     REFUSAL_TYPE,
@@ -41,8 +42,6 @@ from bettercompute.server.internal_rpc import (
 )
 from bettercompute.server.internal_tls import caller_names, canonical_name
 
-# Below the deadline of the gateway that asks, so that it hears why.
-ANSWER_S = 12.0
 # Open connections: a few a gateway.
 CONNECTIONS_MAX = 512
 
