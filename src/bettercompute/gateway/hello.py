@@ -137,7 +137,7 @@ class HelloTransactions:
             raise opening.refuse_database(drawn=self._world.dice.uniform(0, 1)) from error
         finally:
             took_ms = self._world.clock.monotonic_ms() - started_ms
-            self._recent_ms.append(float(took_ms))
+            self._recent_ms.append(opening.hello_time_ms(took_ms=took_ms, pending=self._pending))
             self._metrics.hello_seconds.observe(took_ms / 1000)
             self._pending -= 1
             self._metrics.hellos_pending.set(self._pending)

@@ -158,15 +158,27 @@ def admit_join(
 
 
 def admit_hello(*, pending: int, recent_hello_ms: float, drawn: float, pending_max: int = PENDING_HELLOS_MAX) -> None:
-    """Refuse a Hello while `pending_max` transactions run or wait; `recent_hello_ms` is their recent median time."""
+    """Refuse a Hello while `pending_max` transactions run or wait.
+
+    `recent_hello_ms` is the recent median of `hello_time_ms`: how long the queue needs for each one that is in it.
+    """
     if pending < pending_max:
         return
-    wait_ms = max(HELLOS_PUSHBACK_MIN_MS, int(pending * recent_hello_ms * (1 + drawn)))
+    wait_ms = min(HORIZON_MS, max(HELLOS_PUSHBACK_MIN_MS, int(pending * recent_hello_ms * (1 + drawn))))
     raise refuse(
         Reason.HELLOS,
         f"{pending} Hello transactions are pending, at most {pending_max} are allowed; come back in {wait_ms} ms",
-        pushback_ms=min(wait_ms, limits.MAX_PUSHBACK_MS),
+        pushback_ms=wait_ms,
     )
+
+
+def hello_time_ms(*, took_ms: int, pending: int) -> float:
+    """Return a Hello's own part of the time it took while `pending` ran or waited together, itself included.
+
+    They share the database, so each takes about as long as all of them: told by the whole time, a daemon refused
+    during a storm would come back after as many times that long.
+    """
+    return took_ms / max(1, pending)
 
 
 def refuse_database(*, drawn: float) -> Refused:

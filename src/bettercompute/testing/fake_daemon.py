@@ -295,6 +295,9 @@ class FakeDaemon:
         elif self.live and case == "cancel":
             self.commands.cancel(frame.cancel)
         else:
+            if case == "welcome":
+                # What has ended since Hello is owed as well.
+                self.state = replace(self.state, entries=self.commands.entries())
             if case == "ack":
                 self.commands.acked(frame.ack.command_ids)
                 self.on_ack(frame.ack)

@@ -224,11 +224,21 @@ def test_a_join_is_refused_by_a_gateway_that_cannot_serve() -> None:
 
 def test_the_sixty_fifth_hello_waits_for_the_queue() -> None:
     opening.admit_hello(pending=63, recent_hello_ms=100, drawn=0.0)
-    for recent_ms, drawn, expected in ((100, 0.0, 6_400), (100, 0.5, 9_600), (1, 0.0, 500)):
+    for recent_ms, drawn, expected in ((100, 0.0, 6_400), (100, 0.5, 9_600), (1, 0.0, 500), (5_000, 0.0, 60_000)):
         with pytest.raises(Refused) as refused:
             opening.admit_hello(pending=64, recent_hello_ms=recent_ms, drawn=drawn)
         assert (refused.value.status, refused.value.reason) == (Status.RESOURCE_EXHAUSTED, Reason.HELLOS)
         assert refused.value.pushback_ms == expected
+
+
+def test_a_queue_that_drains_in_3_s_is_told_as_such() -> None:
+    # 64 at once over ten connections, 3 s each: the last is done after 3 s, not after 64 times that.
+    shares = [opening.hello_time_ms(took_ms=3_000, pending=left) for left in range(64, 0, -1)]
+    median_ms = sorted(shares)[len(shares) // 2]
+    with pytest.raises(Refused) as refused:
+        opening.admit_hello(pending=64, recent_hello_ms=median_ms, drawn=0.0)
+    assert refused.value.pushback_ms is not None
+    assert 3_000 <= refused.value.pushback_ms <= 6_000
 
 
 def test_a_failed_transaction_closes_with_a_pushback() -> None:

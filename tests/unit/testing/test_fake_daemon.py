@@ -95,6 +95,23 @@ async def test_it_comes_back_after_a_lost_connection_with_the_result_it_owes(rig
     assert daemon.state.last_epoch == 2
 
 
+async def test_what_ends_between_hello_and_welcome_is_told_after_it(rig: Rig, start: Start) -> None:
+    daemon = start(await rig.add_node("n1"), levers=Levers(answer=NEVER_ENDS))
+    await daemon.connected()
+    await enqueue(rig, "c1")
+    await daemon.until(lambda: "c1" in daemon.commands.held)
+
+    def ends_after_hello(frame: messages.AgentFrame) -> bytes:
+        if frame.HasField("hello"):
+            asyncio.get_running_loop().call_soon(daemon.commands.finish, "c1")
+        return frame.SerializeToString()
+
+    daemon.levers.rewrite = ends_after_hello
+    daemon.hang_up()
+    await daemon.until(lambda: daemon.welcomes == 2 and "c1" in daemon.commands.settled)
+    assert await seed.state_of(rig.database, "c1") == CommandState.SUCCEEDED
+
+
 async def test_a_restart_forgets_what_ran_and_runs_it_when_it_is_sent_again(rig: Rig, start: Start) -> None:
     daemon = start(await rig.add_node("n1"), levers=Levers(answer=NEVER_ENDS))
     await daemon.connected()
