@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,9 @@ import pytest
 from bettercompute.cli.client import ApiClient
 from bettercompute.store import embedded
 from tests.e2e.conftest import BCD, BETTER_COMPUTE, READY_S, Stack, until
+
+# Whole processes start and end here, several in one test, beside whatever else the machine does.
+pytestmark = pytest.mark.timeout(300)
 
 FACT = """#!/bin/sh
 echo run >> {runs}
@@ -89,9 +93,10 @@ class Node:
 @pytest.fixture
 def node(stack: Stack, provisioned: tuple[str, Path], tmp_path: Path) -> Iterator[Node]:
     running = Node(tmp_path, identity=provisioned[1], gateway_url=stack.ready["gateway"])
-    until(lambda: state_of(stack.client, provisioned[0]) == "connected", what="the node's session")
-    yield running
-    running.stop()
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(running.stop)
+        until(lambda: state_of(stack.client, provisioned[0]) == "connected", what="the node's session")
+        yield running
 
 
 def state_of(client: ApiClient, node_id: str) -> str:
@@ -124,6 +129,7 @@ def test_kill_of_bcd(stack: Stack, provisioned: tuple[str, Path], node: Node) ->
     node.kill()
     os.close(first)
     node.start()
+    until(lambda: node.run_count() == 2, what="the second collection")
     second = node.wait_held()
     # The collector of the killed daemon does not run beside its retry.
     assert len(node.collectors()) == 1
@@ -144,29 +150,32 @@ def free_port() -> int:
 class ControlPlane:
     """`better-compute serve`, all roles, over a database that is a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.postgres = embedded.start(folder / "postgres", settings={"fsync": "off"}, initdb_options=("--no-sync",))
+    def __init__(self, folder: Path, *, postgres: embedded.EmbeddedPostgres) -> None:
+        self.postgres = postgres
         gateway_port, api_port = free_port(), free_port()
-        self.config = folder / "control-plane.toml"
+        self.config, self.log = folder / "control-plane.toml", folder / "serve.log"
         self.config.write_text(
-            f'state_dir = "{folder}"\n[database]\ndsn = "{self.postgres.dsn}"\n[api]\nport = {api_port}\n'
+            f'state_dir = "{folder}"\n[database]\ndsn = "{postgres.dsn}"\n[api]\nport = {api_port}\n'
             f'[gateway]\nhost = "127.0.0.1"\nport = {gateway_port}\n'
         )
-        self.log = folder / "serve.log"
         for arguments in (("pki", "init"), ("pki", "issue-gateway", "--san", "127.0.0.1"), ("db", "migrate")):
             subprocess.run([*BETTER_COMPUTE, *arguments, "--config", str(self.config)], check=True, capture_output=True)
         self.gateway_url, self.api_url = f"https://127.0.0.1:{gateway_port}", f"http://127.0.0.1:{api_port}"
-        self.token_path = folder / "operator-token"
         self.process = self.start()
-        self.client = ApiClient(address=self.api_url, token=self.token_path.read_text().strip())
+
+    @property
+    def token(self) -> str:
+        return (self.config.parent / "operator-token").read_text().strip()
 
     def start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*BETTER_COMPUTE, "serve", "--config", str(self.config)], stdout=log, stderr=log
             )
-        until(self.answers, what="the control plane")
         return self.process
+
+    def until_ready(self) -> None:
+        until(self.answers, what="the control plane")
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]
@@ -174,77 +183,99 @@ class ControlPlane:
             return httpx.get(f"{self.api_url}/readyz", trust_env=False).is_success
         return False
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(READY_S)
+
     def stop(self) -> None:
-        self.client.close()
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait(READY_S)
-        self.postgres.stop()
+
+    def provision(self, node_id: str, out: Path) -> None:
+        subprocess.run(
+            [*BETTER_COMPUTE, "nodes", "provision", node_id, "--out", str(out)],
+            env={**os.environ, "BETTER_COMPUTE_API": self.api_url, "BETTER_COMPUTE_TOKEN": self.token},
+            check=True,
+            capture_output=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane that each test may kill and must leave running."""
+    folder = tmp_path_factory.mktemp("plane")
+    with contextlib.ExitStack() as stack:
+        postgres = embedded.start(folder / "postgres", settings={"fsync": "off"}, initdb_options=("--no-sync",))
+        stack.callback(postgres.stop)
+        running = ControlPlane(folder, postgres=postgres)
+        stack.callback(running.stop)
+        running.until_ready()
+        yield running
+
+
+@dataclass(frozen=True)
+class Held:
+    """A node in the middle of a command: its inventory is being collected and waits at `gate`."""
+
+    control: ControlPlane
+    client: ApiClient
+    node: Node
+    command_id: str
+    gate: int
 
 
 @pytest.fixture
-def plane(tmp_path: Path) -> Iterator[tuple[ControlPlane, Node]]:
-    """A control plane that the test may kill, with one connected node `n1`."""
-    (tmp_path / "plane").mkdir()
-    running = ControlPlane(tmp_path / "plane")
-    environment = {
-        **os.environ,
-        "BETTER_COMPUTE_API": running.api_url,
-        "BETTER_COMPUTE_TOKEN": running.token_path.read_text().strip(),
-    }
-    identity = tmp_path / "identity"
-    subprocess.run(
-        [*BETTER_COMPUTE, "nodes", "provision", "n1", "--out", str(identity)],
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
-    (tmp_path / "node").mkdir()
-    node = Node(tmp_path / "node", identity=identity, gateway_url=running.gateway_url)
-    until(lambda: state_of(running.client, "n1") == "connected", what="the node's session")
-    yield running, node
-    node.stop()
-    running.stop()
+def held(control: ControlPlane, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Held]:
+    """A connected node that runs a command until the test lets it go."""
+    node_id = request.node.name.replace("_", "-")
+    control.provision(node_id, tmp_path / "identity")
+    with contextlib.ExitStack() as stack:
+        client = ApiClient(address=control.api_url, token=control.token)
+        stack.callback(client.close)
+        node = Node(tmp_path, identity=tmp_path / "identity", gateway_url=control.gateway_url)
+        stack.callback(node.stop)
+        until(lambda: state_of(client, node_id) == "connected", what="the node's session")
+        command_id = start_command(client, node_id)
+        yield Held(control, client, node, command_id, node.wait_held())
 
 
-def test_kill_of_the_gateway(plane: tuple[ControlPlane, Node]) -> None:
-    control, node = plane
-    command_id = start_command(control.client, "n1")
-    gate = node.wait_held()
-    control.process.send_signal(signal.SIGKILL)
-    control.process.wait(READY_S)
-    control.start()
-    until(lambda: command_of(control.client, command_id)["state"] == "running", what="the running command")
-    node.let_go(gate)
-    ended = until_ended(control.client, command_id)
-    assert (ended["state"], node.run_count()) == ("succeeded", 1)
+def test_kill_of_the_gateway(held: Held) -> None:
+    held.control.kill()
+    held.control.start()
+    held.control.until_ready()
+    until(lambda: command_of(held.client, held.command_id)["state"] == "running", what="the running command")
+    held.node.let_go(held.gate)
+    ended = until_ended(held.client, held.command_id)
+    assert (ended["state"], held.node.run_count()) == ("succeeded", 1)
 
 
-def test_kill_of_postgresql(plane: tuple[ControlPlane, Node]) -> None:
-    control, node = plane
-    command_id = start_command(control.client, "n1")
-    gate = node.wait_held()
-    os.kill(control.postgres.process_id, signal.SIGKILL)
-    node.let_go(gate)
-    until(lambda: not control.postgres.running(), what="the database's end")
-    control.postgres.start()
-    until(control.answers, what="the control plane with its database")
-    ended = until_ended(control.client, command_id)
-    assert (ended["state"], node.run_count()) == ("succeeded", 1)
+def test_kill_of_postgresql(held: Held) -> None:
+    postgres = held.control.postgres
+    os.kill(postgres.process_id, signal.SIGKILL)
+    held.node.let_go(held.gate)
+    until(lambda: not postgres.running(), what="the database's end")
+    postgres.start()
+    held.control.until_ready()
+    ended = until_ended(held.client, held.command_id)
+    assert (ended["state"], held.node.run_count()) == ("succeeded", 1)
 
 
-def test_the_result_is_kept_while_nobody_listens(plane: tuple[ControlPlane, Node]) -> None:
-    control, node = plane
-    command_id = start_command(control.client, "n1")
-    gate = node.wait_held()
-    control.process.send_signal(signal.SIGKILL)
-    control.process.wait(READY_S)
-    node.let_go(gate)
-    until(lambda: not node.collectors(), what="the collector's end")
-    node.kill()
-    control.start()
-    node.start()
-    ended = until_ended(control.client, command_id)
-    assert ended["state"] == "succeeded"
-    # Twice where the kill came before the result was durable: the kind is retry-safe, and the command ended once.
-    assert node.run_count() in (1, 2)
+def test_the_result_is_kept_while_nobody_listens(held: Held) -> None:
+    held.control.kill()
+    held.node.let_go(held.gate)
+    until(lambda: not held.node.collectors(), what="the collector's end")
+    held.node.kill()
+    held.control.start()
+    held.node.start()
+    held.control.until_ready()
+
+    def ended() -> bool:
+        # The kill may have come before the result was durable: then the retry-safe kind runs again.
+        gate = held.node.held()
+        if gate is not None:
+            held.node.let_go(gate)
+        return command_of(held.client, held.command_id)["state"] == "succeeded"
+
+    until(ended, what="the command's end")
+    assert held.node.run_count() in (1, 2)
