@@ -27,9 +27,9 @@ async def readyz(context: Context) -> dict[str, str]:
 
 
 @router.get("/metrics", tags=["health"], include_in_schema=False)
-async def metrics() -> Response:
+async def metrics(context: Context) -> Response:
     """Return this process's metrics in Prometheus' text format."""
-    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(context.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def create_app(context: ApiContext) -> FastAPI:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Protocol
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from fastapi import Depends, Request
+from prometheus_client import CollectorRegistry
 
 from bettercompute.api.finished import FinishedFeed
 from bettercompute.store import audit
@@ -69,6 +70,8 @@ class ApiContext:
     database: Database
     world: World
     finished: FinishedFeed
+    registry: CollectorRegistry
+    """The metrics of this process."""
     join_endpoint: JoinEndpoint
     provisioner: Provisioner
     trust_domain: str

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 import bettercompute
 from bettercompute.api.app import create_app
@@ -21,12 +22,16 @@ from bettercompute.api.context import ApiContext, JoinEndpoint
 from bettercompute.api.finished import FinishedFeed
 from bettercompute.controllers.retention import Keep
 from bettercompute.controllers.worker import Worker
+from bettercompute.errors import Unavailable
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.gateway.gateway import Gateway
+from bettercompute.gateway.metrics import GatewayMetrics
 from bettercompute.gateway.services import GatewayServices
 from bettercompute.pki import keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
+from bettercompute.protocol.statuses import Reason
 from bettercompute.server.config import Config
+from bettercompute.server.health import Check, create_health_app, process_registry
 from bettercompute.server.http import HttpServer, listen
 from bettercompute.server.internal_client import RemoteServices
 from bettercompute.server.internal_server import CONNECTIONS_MAX, CallerProtocol, create_internal_app
@@ -44,7 +49,7 @@ from bettercompute.services.installation import Installation, publish_trust
 from bettercompute.services.join import JoinService
 from bettercompute.services.keys import ServiceKeys, load_service_keys
 from bettercompute.services.provision import ProvisionService
-from bettercompute.store import migrations
+from bettercompute.store import controller_runs, migrations
 from bettercompute.store.database import GATEWAY_LIMITS, Database
 from bettercompute.transport.tls import reloading
 from bettercompute.world import World
@@ -101,6 +106,8 @@ async def control_plane(config: Config, *, dsn: str, roles: frozenset[Role], wor
     """
     _check_files(config, roles=roles, world=world)
     await migrations.require_current(dsn)
+    registry = process_registry()
+    checks: list[Check] = []
     async with contextlib.AsyncExitStack() as stack:
         joining = None
         if needs_service_keys(roles, config):
@@ -108,17 +115,26 @@ async def control_plane(config: Config, *, dsn: str, roles: frozenset[Role], wor
         if Role.WORKER in roles:
             shared = joining.database if joining is not None else await _open_database(stack, config, dsn, world)
             _start_worker(stack, config, database=shared, world=world)
+            checks.append(lambda: _answers(shared))
         gateway_url = None
         if Role.GATEWAY in roles:
             services = _services(stack, config, joining=joining, world=world)
-            gateway_url = await _start_gateway(stack, config, dsn=dsn, services=services, world=world)
+            gateway = await _start_gateway(
+                stack, config, dsn=dsn, services=services, metrics=GatewayMetrics(registry), world=world
+            )
+            gateway_url = gateway.config.advertise_url
+            checks.append(lambda: _admits(gateway))
         api_url = internal_url = operator_token = None
         if Role.API in roles:
             assert joining is not None, "the api needs the service keys"
             operator_token = await ensure_operator_token(joining.database, state_dir=config.state_path, world=world)
-            api_url = _start_api(stack, config, joining=joining, dsn=dsn, world=world)
+            api_url = _start_api(stack, config, joining=joining, dsn=dsn, registry=registry, world=world)
             if config.internal.host:
                 internal_url = _start_internal(stack, config, services=joining.service)
+        elif config.health.host:
+            listener = listen(config.health.host, config.health.port, purpose="health")
+            health = HttpServer(create_health_app(checks=checks, registry=registry), listener=listener)
+            stack.push_async_callback(health.stop)
         running = Running(
             api_url=api_url, gateway_url=gateway_url, operator_token=operator_token, internal_url=internal_url
         )
@@ -132,6 +148,15 @@ async def control_plane(config: Config, *, dsn: str, roles: frozenset[Role], wor
         )
         yield running
         _log.info("stopping")
+
+
+async def _answers(database: Database) -> None:
+    await controller_runs.now_ms(database)
+
+
+async def _admits(gateway: Gateway) -> None:
+    if not gateway.ready:
+        raise Unavailable("the gateway admits no sessions: it has no lease, or it drains", reason=Reason.STARTING)
 
 
 def _check_files(config: Config, *, roles: frozenset[Role], world: World) -> None:
@@ -209,8 +234,9 @@ async def _start_gateway(
     *,
     dsn: str,
     services: GatewayServices,
+    metrics: GatewayMetrics,
     world: World,
-) -> str:
+) -> Gateway:
     folder = KeyFolder(config.pki_path)
     advertised = advertised_url(config, folder, gateway_is_here=True)
     # A pool of its own: the server bounds every transaction of a gateway, so that a hung one holds no lock for long.
@@ -237,6 +263,7 @@ async def _start_gateway(
         services=services,
         world=world,
         tls=reloading(serving_secrets(folder)),
+        metrics=metrics,
     )
     await gateway.start()
     stack.push_async_callback(gateway.stop)
@@ -244,16 +271,25 @@ async def _start_gateway(
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(GATEWAY_READY_S):
             await gateway.until_ready()
-    return advertised
+    return gateway
 
 
-def _start_api(stack: contextlib.AsyncExitStack, config: Config, *, joining: _Joining, dsn: str, world: World) -> str:
+def _start_api(
+    stack: contextlib.AsyncExitStack,
+    config: Config,
+    *,
+    joining: _Joining,
+    dsn: str,
+    registry: CollectorRegistry,
+    world: World,
+) -> str:
     keys, installation = joining.keys, joining.installation
     finished = FinishedFeed(dsn)
     context = ApiContext(
         database=joining.database,
         world=world,
         finished=finished,
+        registry=registry,
         join_endpoint=JoinEndpoint(
             gateway_urls=installation.gateway_urls,
             serving_ca_pins=(keys.serving_ca_pin,),

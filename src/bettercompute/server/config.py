@@ -57,7 +57,6 @@ class GatewaySection(_Section):
     advertise_url: str = ""
     max_streams: Annotated[int, Field(ge=1, le=100_000)] = 5_000
     handshakes_per_s: Annotated[int, Field(ge=1, le=10_000)] = 200
-    heartbeat_interval_ms: Annotated[int, Field(ge=100, le=600_000)] = 10_000
     services_url: Annotated[str, AfterValidator(_services_url)] = ""
 
 
@@ -77,6 +76,13 @@ class PkiSection(_Section):
     dir: str = ""
 
 
+class HealthSection(_Section):
+    """`/healthz`, `/readyz` and `/metrics` of a process without the API, which has them itself. No `host`: none."""
+
+    host: str = ""
+    port: Port = 8421
+
+
 class WorkerSection(_Section):
     """The controllers."""
 
@@ -92,6 +98,7 @@ class Config(_Section):
     internal: InternalSection = InternalSection()
     gateway: GatewaySection = GatewaySection()
     pki: PkiSection = PkiSection()
+    health: HealthSection = HealthSection()
     worker: WorkerSection = WorkerSection()
 
     @property

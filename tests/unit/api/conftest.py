@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
+from prometheus_client import CollectorRegistry
 
 from bettercompute.api.app import create_app
 from bettercompute.api.auth import token_sha256
@@ -50,6 +51,7 @@ async def context(database: Database, dsn: str) -> AsyncIterator[ApiContext]:
         database=database,
         world=WORLD,
         finished=feed,
+        registry=CollectorRegistry(),
         join_endpoint=JoinEndpoint(
             gateway_urls=("https://gw.test:8443",),
             serving_ca_pins=("ab" * 32,),
