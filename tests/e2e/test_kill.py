@@ -142,6 +142,20 @@ def test_kill_of_bcd(stack: Stack, provisioned: tuple[str, Path], node: Node) ->
     assert [fact["value"] for fact in facts] == ["free"]
 
 
+def test_a_cancel_ends_the_running_program(stack: Stack, provisioned: tuple[str, Path], node: Node) -> None:
+    node_id, _ = provisioned
+    command_id = start_command(stack.client, node_id)
+    gate = node.wait_held()
+    told = stack.run("commands", "cancel", command_id, "--reason", "not today")
+    assert "asked for its end" in told.stdout
+    ended = until_ended(stack.client, command_id)
+    assert ended["state"] == "cancelled"
+    assert not node.collectors()
+    os.close(gate)
+    late = stack.run("commands", "cancel", command_id, check=False)
+    assert (late.returncode, "too late" in late.stdout) == (1, True)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -13,7 +13,7 @@ from bettercompute.api.enqueue import BATCH_NODES_MAX, Wanted, enqueue
 from bettercompute.api.paging import PAGE_ROWS, After, Limit, Page, command_state
 from bettercompute.api.shapes import CommandShape, command_shape
 from bettercompute.delivery.commands import TERMINAL
-from bettercompute.protocol.limits import MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
+from bettercompute.protocol.limits import MAX_NAME_CHARS, MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import commands, controller_runs
 
@@ -49,6 +49,20 @@ class RunAnswer(BaseModel):
     kind: str
     gives_up_after_ms: int
     commands: list[Made]
+
+
+class CancelRequest(BaseModel):
+    """Why, for the node's log and the audit log."""
+
+    reason: Annotated[str, Field(max_length=MAX_NAME_CHARS)] = ""
+
+
+class CancelAnswer(BaseModel):
+    """What the cancel met, and how the command stands now."""
+
+    id: str
+    outcome: str
+    state: str
 
 
 class BatchItem(BaseModel):
@@ -130,6 +144,33 @@ async def get_command(
     if command is None:
         raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
     return command_shape(command, now_ms=await controller_runs.now_ms(context.database))
+
+
+@router.post("/commands/{command_id}/cancel")
+async def cancel(
+    command_id: str,
+    request: CancelRequest,
+    context: Context,
+    caller: Annotated[Principal, Depends(require(Role.OPERATOR))],
+) -> CancelAnswer:
+    """Ask for a command's end. It is kept until the node has heard of it; a result that came first stands."""
+    async with context.database.transaction() as transaction:
+        outcomes = await commands.request_cancel(
+            transaction, command_ids=[command_id], requested_by=caller.name, reason=request.reason
+        )
+        outcome = outcomes[command_id]
+        if outcome is commands.CancelOutcome.UNKNOWN:
+            raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
+        await context.record(
+            transaction,
+            actor=caller.name,
+            action="command.cancel",
+            target=f"command/{command_id}",
+            details={"outcome": outcome.value, "reason": request.reason},
+        )
+    command = await commands.get(context.database, command_id=command_id)
+    assert command is not None, "the transaction saw it"
+    return CancelAnswer(id=command_id, outcome=outcome.value, state=command.state.name.lower())
 
 
 @router.get("/batches/{batch_id}")

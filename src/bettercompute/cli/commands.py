@@ -198,3 +198,27 @@ def show(command_id: str, api: Api = None, json: Json = False) -> None:
     )
     if command["result"] is not None:
         output.console.print_json(data=command["result"])
+
+
+@app.command()
+def cancel(
+    command_id: str,
+    reason: Annotated[str, typer.Option(help="Why, for the node's log and the audit log.")] = "",
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """Ask for a command's end. Exit code 1 when it came too late."""
+    answer = output.run(
+        lambda: ApiClient.from_environment(api).post(f"/v1/commands/{command_id}/cancel", {"reason": reason})
+    )
+    if json:
+        output.print_json(answer)
+    else:
+        sentences = {
+            "cancelled": "cancelled before it was sent",
+            "requested": "asked for its end; the node stops between actions, or tells the result that came first",
+            "too-late": f"too late, it has {answer['state']}",
+        }
+        output.console.print(f"{command_id}: {sentences[answer['outcome']]}", markup=False)
+    if answer["outcome"] == "too-late":
+        raise typer.Exit(output.EXIT_FAILED)

@@ -99,3 +99,15 @@ async def test_pages_of_a_batch(clients: Clients, two_nodes) -> None:
         )
     ).json()
     assert [first["items"][0]["node_id"], rest["items"][0]["node_id"]] == ["n1", "n2"]
+
+
+async def test_a_cancel_says_what_it_met(clients: Clients, context: ApiContext, two_nodes) -> None:
+    made = (await clients["operator"].post("/v1/commands", json={"kind": "inventory.refresh", "nodes": ["n1"]})).json()
+    path = f"/v1/commands/{made['commands'][0]['id']}/cancel"
+    assert (await clients["viewer"].post(path, json={})).status_code == 403
+    first = (await clients["operator"].post(path, json={"reason": "wrong node"})).json()
+    assert (first["outcome"], first["state"]) == ("cancelled", "cancelled")
+    again = (await clients["operator"].post(path, json={})).json()
+    assert (again["outcome"], again["state"]) == ("too-late", "cancelled")
+    unknown = await clients["operator"].post("/v1/commands/none/cancel", json={})
+    assert (unknown.status_code, unknown.json()["reason"]) == (404, "not-found")
