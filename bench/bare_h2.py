@@ -82,6 +82,8 @@ class Echo(asyncio.BufferedProtocol):
                 if event.stream_id not in self._answered:
                     self._answered.add(event.stream_id)
                     self._h2.send_data(event.stream_id, event.data)
+            elif isinstance(event, h2.events.ConnectionTerminated) and self._transport is not None:
+                self._transport.close()
         self._flush()
 
     def eof_received(self) -> bool:
@@ -97,6 +99,8 @@ class Echo(asyncio.BufferedProtocol):
         self._ping = asyncio.get_running_loop().call_later(PING_S, self._send_ping)
 
     def _send_ping(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
         self._h2.ping(b"bench-pi")
         self._flush()
         self._schedule_ping()

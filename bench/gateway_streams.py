@@ -54,7 +54,7 @@ class Sizes:
 
 
 FULL = Sizes(opened=400, warm_up=50, streams=5_000, window_s=20.0, repeats=3)
-QUICK = Sizes(opened=20, warm_up=5, streams=20, window_s=1.0, repeats=1)
+QUICK = Sizes(opened=10, warm_up=3, streams=10, window_s=1.0, repeats=1)
 
 
 class BenchStream:
@@ -75,8 +75,11 @@ class BenchStream:
                 hello_nonce=world.ids.random_bytes(16),
             )
         ).SerializeToString()
+        self.lost = ""
+        """Why the stream ended by itself, which spoils the figure."""
         self._world = world
         self._connection: Connection | None = None
+        self._call: ClientCall
         self._reader: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -87,7 +90,8 @@ class BenchStream:
         call.send(self._hello)
         if await call.receive() is None:
             raise SystemExit(f"refused: {call.status_message}")
-        self._reader = asyncio.create_task(self._read(call))
+        self._call = call
+        self._reader = asyncio.create_task(self._read())
 
     def beat(self) -> None:
         """Send heartbeats from now on, the first one at some moment of the interval."""
@@ -105,21 +109,22 @@ class BenchStream:
             self._connection.close()
             await self._connection.wait_closed()
 
-    async def _read(self, call: ClientCall) -> None:
-        self._call = call
+    async def _read(self) -> None:
         try:
-            while await call.receive() is not None:
+            while await self._call.receive() is not None:
                 pass
         except CallEnded as ended:
-            raise SystemExit(f"a stream was lost: {ended.message}") from ended
-        raise SystemExit(f"a stream was ended: {call.status_message}")
+            self.lost = ended.message
+        else:
+            self.lost = self._call.status_message
 
     def _beat(self) -> None:
-        self._call.send(HEARTBEAT)
+        if not self.lost:
+            self._call.send(HEARTBEAT)
         self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
 
 
-async def open_all(nodes: Sequence[BenchNode], *, url: str, world: World) -> list[BenchStream]:
+async def open_all(nodes: Sequence[BenchNode], *, url: str, world: World, beats: bool = False) -> list[BenchStream]:
     """Open a stream for each node, as fast as this process can."""
     opened = [BenchStream(node, url=url, world=world) for node in nodes]
     waiting = iter(opened)
@@ -127,6 +132,8 @@ async def open_all(nodes: Sequence[BenchNode], *, url: str, world: World) -> lis
     async def worker() -> None:
         for stream in waiting:
             await stream.open()
+            if beats:
+                stream.beat()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(DIALS_AT_ONCE):
@@ -135,7 +142,9 @@ async def open_all(nodes: Sequence[BenchNode], *, url: str, world: World) -> lis
 
 
 async def close_all(opened: Sequence[BenchStream]) -> None:
-    """Close them."""
+    """Close them; a stream that was lost meanwhile spoils the figure."""
+    if lost := [stream.lost for stream in opened if stream.lost]:
+        raise SystemExit(f"{len(lost)} streams were lost: {lost[0]}")
     await asyncio.gather(*(stream.close() for stream in opened))
     await asyncio.sleep(SETTLE_S)
 
@@ -155,9 +164,7 @@ async def idle(nodes: Sequence[BenchNode], sizes: Sizes, *, process_id: int, url
     """Return share of a core and added memory per stream, with all streams live."""
     meter = Meter(process_id)
     empty = meter.read()
-    opened = await open_all(nodes, url=url, world=world)
-    for stream in opened:
-        stream.beat()
+    opened = await open_all(nodes, url=url, world=world, beats=True)
     # Past the first heartbeat, and the flush of what the Hellos left.
     await asyncio.sleep(min(HEARTBEAT_S, sizes.window_s))
     before = meter.read()
