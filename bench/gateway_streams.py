@@ -18,7 +18,7 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
-from bench.bare_h2 import reference
+from bench.echo_reference import reference
 from bench.measure import Figures, Meter, allow_many_files, options, report
 from bench.stack import BenchNode, BenchStack, add_nodes, stack
 from bettercompute.protocol import messages, service

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from bench import bcd_idle, commands, events, gateway_streams, herd, journal
-from bench.bare_h2 import reference
+from bench.echo_reference import reference
 from bench.stack import BenchStack, stack
 
 ROWS = {
