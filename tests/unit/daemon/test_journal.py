@@ -22,6 +22,7 @@ from bettercompute.daemon.journal_records import (
     AppendEvents,
     DropProcess,
     EventEntry,
+    JournalContents,
     JournalDamagedError,
     JournalFullError,
     NoteProcess,
@@ -242,16 +243,20 @@ def check_damage(folder: Path, expected: object) -> bool:
     database, contents = open_journal(folder)
     database.apply([StoreEpoch(contents.meta.last_epoch)])
     database.close()
-    if contents.set_aside:
-        assert contents.commands == ()
-        assert list(folder.glob("*.damaged-*")) or contents.set_aside.endswith("nothing")
-        again, fresh = open_journal(folder)
-        again.close()
-        assert fresh.set_aside == ""
-        assert fresh.meta.journal_id == contents.meta.journal_id
-    else:
+    if not contents.set_aside:
         assert state_of(folder) == expected
-    return bool(contents.set_aside)
+        return False
+    check_set_aside(folder, contents)
+    again, fresh = open_journal(folder)
+    again.close()
+    assert fresh.set_aside == ""
+    assert fresh.meta.journal_id == contents.meta.journal_id
+    return True
+
+
+def check_set_aside(folder: Path, contents: JournalContents) -> None:
+    assert contents.commands == ()
+    assert list(folder.glob("*.damaged-*")) or contents.set_aside.endswith("nothing")
 
 
 def truncate_everywhere(written: tuple[Path, object], *, step: int) -> None:
@@ -273,7 +278,21 @@ def test_truncation_is_noticed(written: tuple[Path, object]) -> None:
 
 @pytest.mark.long
 def test_truncation_at_every_byte_is_noticed(memory_folder: Path) -> None:
-    truncate_everywhere(crashed(memory_folder, steps=4), step=1)
+    source, _ = crashed(memory_folder, steps=2)
+    folder = memory_folder / "damaged"
+    database, whole = open_journal(Path(shutil.copytree(source, memory_folder / "whole")))
+    database.close()
+    for path in companions(source / "journal.db"):
+        for size in range(path.stat().st_size if path.exists() else 0):
+            shutil.copytree(source, folder)
+            os.truncate(folder / path.name, size)
+            database, contents = open_journal(folder)
+            database.close()
+            if contents.set_aside:
+                check_set_aside(folder, contents)
+            else:
+                assert contents == whole, (path.name, size)
+            shutil.rmtree(folder)
 
 
 def flip_bits(written: tuple[Path, object], *, count: int, seed: int) -> None:
