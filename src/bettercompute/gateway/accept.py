@@ -314,13 +314,21 @@ class Acceptor:
             raise refused
 
     async def _request(self, call: ServerCall) -> bytes:
+        """Return the request of a unary call, once its caller has said that nothing follows it."""
         try:
             async with asyncio.timeout(FIRST_FRAME_S):
                 request = await call.receive()
+                another = None if request is None else await call.receive()
         except TimeoutError:
-            raise refuse(Reason.BAD_REQUEST, f"no request within {FIRST_FRAME_S:g} s") from None
+            raise refuse(
+                Reason.BAD_REQUEST, f"no whole request within {FIRST_FRAME_S:g} s: send one message and half-close"
+            ) from None
         if request is None:
             raise refuse(Reason.BAD_REQUEST, "the call was half-closed without a request")
+        if another is not None:
+            raise refuse(
+                Reason.BAD_REQUEST, "the call has a second request message, one is the limit: make a call for each"
+            )
         return request
 
     def _answer(self, call: ServerCall, response: messages.JoinResponse | messages.RenewResponse) -> None:

@@ -288,6 +288,29 @@ async def test_a_large_join_is_refused_by_its_size(rig):
     assert (caught.value.status, caught.value.reason) == (Status.INVALID_ARGUMENT, "frame-too-large")
 
 
+async def test_a_join_or_renewal_has_one_request(rig):
+    node = await rig.add_node("node-a")
+    for path, message in ((service.JOIN, messages.JoinRequest()), (service.RENEW, messages.RenewRequest())):
+        call = await rig.server.connect(certificate_chain=node.chain).call(path)
+        for _ in range(2):
+            call.send(message.SerializeToString())
+        call.half_close()
+        assert await call.receive() is None
+        assert (call.status, call.trailers["x-bc-reason"]) == (Status.INVALID_ARGUMENT, "bad-request")
+        assert "second request" in call.status_message
+    assert (rig.services.joins, rig.services.renewals) == ([], [])
+
+
+async def test_a_join_that_is_not_half_closed_is_no_whole_request(rig, monkeypatch):
+    monkeypatch.setattr(accept, "FIRST_FRAME_S", 0.05)
+    call = await rig.server.connect().call(service.JOIN)
+    call.send(messages.JoinRequest().SerializeToString())
+    assert await call.receive() is None
+    assert (call.status, call.trailers["x-bc-reason"]) == (Status.INVALID_ARGUMENT, "bad-request")
+    assert "half-close" in call.status_message
+    assert rig.services.joins == []
+
+
 async def test_an_overloaded_loop_admits_nobody(rig):
     life = rig.gateway.life
     real = life.condition
