@@ -120,6 +120,8 @@ class Site:
     gateways: list[GatewayProcess] = field(default_factory=list)
     daemons: list[FakeDaemon] = field(default_factory=list)
     identities: dict[str, Identity] = field(default_factory=dict)
+    gateway_dsn: str = ""
+    """Where the gateways find the database, when that is not where the test does."""
     running: list[asyncio.Task[None]] = field(default_factory=list)
 
     def add_gateway(
@@ -129,7 +131,7 @@ class Site:
         port = free_port()
         config = self.folder / f"{name}.toml"
         config.write_text(
-            f'state_dir = "{self.folder}"\n[database]\ndsn = "{self.dsn}&bc.process={name}"\n'
+            f'state_dir = "{self.folder}"\n[database]\ndsn = "{self.gateway_dsn or self.dsn}&bc.process={name}"\n'
             f'[gateway]\nname = "{name}"\nhost = "127.0.0.1"\nport = {port}\nhandshakes_per_s = {handshakes_per_s}\n'
             f'advertise_url = "https://127.0.0.1:{port}"\n{more}'
         )
