@@ -58,8 +58,13 @@ class Provisioned(Protocol):
 class Provisioner(Protocol):
     """Joins a node without a token: `services.provision` behind a port, because the API calls no service."""
 
-    async def provision(self, *, node_id: str, site: str, role: str, csr_der: bytes, asked_by: str) -> Provisioned:
-        """Return the identity for a certificate request. Raises `Refused` for a bad name, role or request."""
+    async def provision(
+        self, *, node_id: str, site: str, role: str, csr_der: bytes, asked_by: str, replace: bool = False
+    ) -> Provisioned:
+        """Return the identity for a certificate request.
+
+        Raises `Refused` for a bad name, role or request, and for a node that there is unless `replace` is set.
+        """
         ...
 
 

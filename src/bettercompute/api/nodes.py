@@ -29,6 +29,8 @@ class ProvisionRequest(BaseModel):
     csr_pem: Annotated[str, Field(max_length=CSR_PEM_CHARACTERS_MAX)]
     site: str | None = None
     role: str = "node"
+    replace: bool = False
+    """Take the identity of a node that there is: its certificates are revoked and its session ends."""
 
 
 class ProvisionAnswer(BaseModel):
@@ -99,6 +101,7 @@ async def provision(
         role=check_role(request.role),
         csr_der=csr.public_bytes(Encoding.DER),
         asked_by=caller.name,
+        replace=request.replace,
     )
     return ProvisionAnswer(
         node_id=made.node_id,

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -35,9 +36,18 @@ class ApiClient:
     """A synchronous client: a command line does one thing at a time."""
 
     def __init__(self, *, address: str, token: str) -> None:
+        """Raises `Refused` for an address that is no http(s) URL, or a token that no header can carry."""
         self.address = address.rstrip("/")
+        try:
+            url = httpx.URL(self.address)
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise _refuse(f"the API's address {address!a} is not a URL: {error}") from None
+        if url.scheme not in {"http", "https"} or not url.host:
+            raise _refuse(f"the API's address {address!a} is not a URL: write http://HOST:PORT or https://HOST:PORT")
+        if not (token.isascii() and token.isprintable()):
+            raise _refuse("BETTER_COMPUTE_TOKEN has characters that no token has: copy it again")
         self._http = httpx.Client(
-            base_url=self.address,
+            base_url=url,
             headers={"authorization": f"Bearer {token}"} if token else {},
             timeout=REQUEST_TIMEOUT_S,
             trust_env=False,
@@ -53,10 +63,8 @@ class ApiClient:
         profile = _profile(variables)
         address = api or variables.get("BETTER_COMPUTE_API") or profile.get("api", "")
         if not address:
-            raise Refused(
-                'no API address: give --api URL, set BETTER_COMPUTE_API, or write api = "..." into the profile file',
-                status=Status.INVALID_ARGUMENT,
-                reason=Reason.INVALID_CONFIG,
+            raise _refuse(
+                'no API address: give --api URL, set BETTER_COMPUTE_API, or write api = "..." into the profile file'
             )
         return cls(address=address, token=variables.get("BETTER_COMPUTE_TOKEN") or profile.get("token", ""))
 
@@ -90,6 +98,8 @@ class ApiClient:
     def _request(self, method: str, path: str, **options: Any) -> Any:
         try:
             answer = self._http.request(method, path, **options)
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise _refuse(f"this cannot be asked of the API: {error}") from None
         except httpx.HTTPError as error:
             raise Unavailable(
                 f"the API at {self.address} did not answer: {str(error) or type(error).__name__}"
@@ -97,6 +107,21 @@ class ApiClient:
         if answer.is_success:
             return answer.json() if answer.content else None
         raise _problem(answer)
+
+
+def path_of(*parts: str) -> str:
+    """Return an API path of `parts`, each one segment whatever characters it has: an id never leads elsewhere.
+
+    Raises `Refused` for a part that cannot be a segment.
+    """
+    for part in parts:
+        if part in {"", ".", ".."} or not part.isprintable():
+            raise _refuse(f"{part!a} is not an id")
+    return "/v1/" + "/".join(quote(part, safe="") for part in parts)
+
+
+def _refuse(sentence: str) -> Refused:
+    return Refused(sentence, status=Status.INVALID_ARGUMENT, reason=Reason.INVALID_CONFIG)
 
 
 def _problem(answer: httpx.Response) -> BetterComputeError:
@@ -120,7 +145,5 @@ def _profile(variables: Mapping[str, str]) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise Refused(
-            f"profile file {path}: {error}", status=Status.INVALID_ARGUMENT, reason=Reason.INVALID_CONFIG
-        ) from None
+        raise _refuse(f"profile file {path}: {error}") from None
     return {name: str(value) for name, value in values.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bettercompute.cli import output
-from bettercompute.cli.client import ApiClient
+from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.cli.durations import format_age, parse_duration_ms
 from bettercompute.cli.options import Api, Json
 
@@ -67,10 +68,11 @@ def run(
 def _payload(text: str) -> dict[str, Any]:
     try:
         if text.startswith("@"):
-            path = Path(text[1:])
-            if path.stat().st_size > PAYLOAD_BYTES_MAX:
-                raise ValueError(f"{path} is larger than {PAYLOAD_BYTES_MAX} bytes")
-            text = path.read_text(encoding="utf-8")
+            with Path(text[1:]).open("rb") as file:
+                content = file.read(PAYLOAD_BYTES_MAX + 1)
+            if len(content) > PAYLOAD_BYTES_MAX:
+                raise ValueError(f"{text[1:]} is larger than {PAYLOAD_BYTES_MAX} bytes")
+            text = content.decode()
         value = json_module.loads(text)
     except (OSError, ValueError) as error:
         output.fail(f"--payload: {error}", code=output.EXIT_USAGE)
@@ -94,7 +96,7 @@ def wait_for_batch(client: ApiClient, made: dict[str, Any], *, quiet: bool) -> l
     with _Progress(len(waiting), kind=made["kind"], quiet=quiet) as advance:
         while waiting and (left_s := give_up_at - time.monotonic()) > 0:
             wait_ms = max(0, min(WAIT_MS, int(left_s * 1000)))
-            batch = client.get(f"/v1/batches/{made['batch_id']}", wait_ms=wait_ms, open=len(waiting))
+            batch = client.get(path_of("batches", made["batch_id"]), wait_ms=wait_ms, open=len(waiting))
             for command in batch["items"]:
                 if command["id"] in waiting and command["state"] in TERMINAL:
                     advance(waiting.pop(command["id"]), command["state"])
@@ -149,22 +151,24 @@ def list_commands(
     node: Annotated[str | None, typer.Option(help="Only commands of this node.")] = None,
     state: Annotated[str | None, typer.Option(help="Only commands in this state.")] = None,
     batch: Annotated[str | None, typer.Option(help="Only commands of this run.")] = None,
-    limit: Annotated[int, typer.Option(help="How many, newest first.", min=1, max=500)] = 50,
+    limit: Annotated[int, typer.Option(help="How many, newest first.", min=1)] = 50,
+    all_commands: Annotated[bool, typer.Option("--all", help="All there are.")] = False,
     api: Api = None,
     json: Json = False,
 ) -> None:
     """List commands, the newest first."""
     client = output.run(lambda: ApiClient.from_environment(api))
-    page = output.run(lambda: client.get("/v1/commands", node_id=node, state=state, batch_id=batch, limit=limit))
+    found = client.pages("/v1/commands", node_id=node, state=state, batch_id=batch)
+    commands = output.run(lambda: list(found if all_commands else islice(found, limit)))
     if json:
-        for command in page["items"]:
+        for command in commands:
             output.print_json(command)
         return
     output.print_table(
         ("command", "node", "kind", "state", "reason", "age"),
         [
             (item["id"], item["node_id"], item["kind"], item["state"], item["reason"], format_age(item["age_ms"]))
-            for item in page["items"]
+            for item in commands
         ],
         empty="no commands",
     )
@@ -173,7 +177,7 @@ def list_commands(
 @app.command()
 def show(command_id: str, api: Api = None, json: Json = False) -> None:
     """Show one command: its payload, every step of its life and its result."""
-    command = output.run(lambda: ApiClient.from_environment(api).get(f"/v1/commands/{command_id}"))
+    command = output.run(lambda: ApiClient.from_environment(api).get(path_of("commands", command_id)))
     if json:
         output.print_json(command)
         return
@@ -209,7 +213,7 @@ def cancel(
 ) -> None:
     """Ask for a command's end. Exit code 1 when it came too late."""
     answer = output.run(
-        lambda: ApiClient.from_environment(api).post(f"/v1/commands/{command_id}/cancel", {"reason": reason})
+        lambda: ApiClient.from_environment(api).post(path_of("commands", command_id, "cancel"), {"reason": reason})
     )
     if json:
         output.print_json(answer)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from bettercompute.cli import output
-from bettercompute.cli.client import ApiClient
+from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.cli.commands import wait_for_batch
 from bettercompute.cli.nodes import describe_bytes, describe_cpu, describe_disk
 from bettercompute.cli.options import Json
@@ -40,6 +40,8 @@ def _dev(folder: Path | None, *, nodes: int, once: bool, json: bool) -> None:
     from bettercompute.server.logs import configure
 
     configure(level="warning")
+    # Until the event loop listens, an end by signal must still remove what was begun.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()
     with dev_folder(folder) as home:
         _say("starting PostgreSQL", quiet=json)
@@ -118,7 +120,7 @@ def _show(client: ApiClient, commands: list[dict[str, Any]]) -> None:
     outcome = {command["node_id"]: command["state"] for command in commands}
     rows = []
     for listed in client.pages("/v1/nodes"):
-        node = client.get(f"/v1/nodes/{listed['node_id']}")
+        node = client.get(path_of("nodes", listed["node_id"]))
         inventory = node["inventory"]
         disks = ", ".join(describe_disk(disk) for disk in inventory.get("disks", {}).get("disks", ())) or "none"
         rows.append(

@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bettercompute.cli import output
-from bettercompute.cli.client import ApiClient
+from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.cli.durations import parse_duration_ms
 from bettercompute.cli.options import Api, Json
 
@@ -64,10 +64,10 @@ def drain(
     timeout_s = parse_duration_ms(timeout) / 1000
     client = output.run(lambda: ApiClient.from_environment(api))
     if undo:
-        gateway = output.run(lambda: client.delete(f"/v1/gateways/{gateway_id}/drain"))
+        gateway = output.run(lambda: client.delete(path_of("gateways", gateway_id, "drain")))
         _say(gateway, "undone", f"{gateway_id} takes sessions again", json=json)
         return
-    gateway = output.run(lambda: client.post(f"/v1/gateways/{gateway_id}/drain", {}))
+    gateway = output.run(lambda: client.post(path_of("gateways", gateway_id, "drain"), {}))
     if not output.run(lambda: _others_take_over(client, gateway_id)):
         output.note("no other gateway takes sessions: these nodes are without one until another starts")
     try:
@@ -100,7 +100,7 @@ def _wait_until_empty(client: ApiClient, gateway: dict[str, Any], *, timeout_s: 
     with _Progress(gateway, json=json) as show:
         while not _empty(gateway) and gateway["retired_at"] is None and time.monotonic() < deadline:
             time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
-            gateway = client.get(f"/v1/gateways/{gateway['gateway_id']}")
+            gateway = client.get(path_of("gateways", gateway["gateway_id"]))
             show(gateway)
     return gateway
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bettercompute.cli import output
-from bettercompute.cli.client import ApiClient
+from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.cli.durations import format_age
 from bettercompute.cli.options import Api, Json
 
@@ -50,7 +50,7 @@ def list_nodes(
 @app.command()
 def show(node_id: str, api: Api = None, json: Json = False) -> None:
     """Show one node: its session, certificates, labels and inventory."""
-    node = output.run(lambda: ApiClient.from_environment(api).get(f"/v1/nodes/{node_id}"))
+    node = output.run(lambda: ApiClient.from_environment(api).get(path_of("nodes", node_id)))
     if json:
         output.print_json(node)
         return
@@ -130,6 +130,9 @@ def provision(
     out: Annotated[Path, typer.Option(help="The folder to write the identity into; made when missing, must be empty.")],
     site: Annotated[str | None, typer.Option(help="The node's site. Default: the installation's.")] = None,
     role: Annotated[str, typer.Option(help="node, site or ramdisk.")] = "node",
+    replace: Annotated[
+        bool, typer.Option(help="Take over the id of a node that there is: its certificates are revoked.")
+    ] = False,
     api: Api = None,
     json: Json = False,
 ) -> None:
@@ -137,7 +140,9 @@ def provision(
     from bettercompute.cli.provisioning import write_identity
 
     written = output.run(
-        lambda: write_identity(ApiClient.from_environment(api), node_id=node_id, site=site, role=role, out=out)
+        lambda: write_identity(
+            ApiClient.from_environment(api), node_id=node_id, site=site, role=role, replace=replace, out=out
+        )
     )
     if json:
         output.print_json(written)

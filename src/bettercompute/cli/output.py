@@ -84,6 +84,10 @@ def run(action: Callable[[], T]) -> T:
         raise
     except BetterComputeError as error:
         fail(error.message, code=_STATUS_EXITS.get(error.status, EXIT_USAGE))
+    except OSError as error:
+        # What the machine refuses is for the user to change: a path, a permission, a full disk.
+        where = f"{error.filename}: " if error.filename else ""
+        fail(f"{where}{error.strerror or error}", code=EXIT_USAGE)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -10,14 +10,16 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from bettercompute.cli.client import ApiClient
+from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, identity_file, keyfiles
 from bettercompute.pki.keyfiles import LocalDisk
 from bettercompute.protocol.statuses import Reason, refuse
 
 
-def write_identity(client: ApiClient, *, node_id: str, site: str | None, role: str, out: Path) -> dict[str, Any]:
+def write_identity(
+    client: ApiClient, *, node_id: str, site: str | None, role: str, replace: bool, out: Path
+) -> dict[str, Any]:
     """Write `node.pem`, `node.key`, `serving-ca.pem`, `trust-bundle.bin` and `identity.json` into `out`.
 
     The key is written before it is asked for, so that a lost answer can be asked for again. Raises `Refused` when the
@@ -36,8 +38,8 @@ def write_identity(client: ApiClient, *, node_id: str, site: str | None, role: s
             keyfiles.replace_file(disk, key_path, key_pem)
         key = keyfiles.key_from_pem(key_pem, name=str(key_path))
         csr = x509.load_der_x509_csr(certificates.make_csr(key)).public_bytes(Encoding.PEM).decode()
-        request = {"csr_pem": csr, "role": role} | ({"site": site} if site else {})
-        answer = client.post(f"/v1/nodes/{node_id}/provision", request)
+        request = {"csr_pem": csr, "role": role, "replace": replace} | ({"site": site} if site else {})
+        answer = client.post(path_of("nodes", node_id, "provision"), request)
         files = {
             identity_file.CHAIN_FILE: answer["chain_pem"].encode(),
             identity_file.SERVING_CA_FILE: answer["serving_ca_pem"].encode(),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from bettercompute.cli import output
-from bettercompute.cli.client import ApiClient
+from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.cli.durations import parse_duration_ms
 from bettercompute.cli.options import Api, Json
 
@@ -66,5 +66,5 @@ def list_tokens(api: Api = None, json: Json = False) -> None:
 @app.command()
 def revoke(token_id: str, api: Api = None) -> None:
     """Make a token unusable. Nodes that joined by it stay."""
-    output.run(lambda: ApiClient.from_environment(api).delete(f"/v1/tokens/{token_id}"))
+    output.run(lambda: ApiClient.from_environment(api).delete(path_of("tokens", token_id)))
     output.console.print(f"{token_id}: revoked", markup=False)

@@ -37,7 +37,7 @@ class _Section(BaseModel):
 class DatabaseSection(_Section):
     """PostgreSQL. An empty `dsn` starts the embedded one under `state_dir`."""
 
-    dsn: str = ""
+    dsn: Annotated[str, Field(pattern=r"^$|^postgres(ql)?://")] = ""
     pool_size: Annotated[int, Field(ge=2, le=200)] = 10
 
 

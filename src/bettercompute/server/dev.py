@@ -32,6 +32,7 @@ from bettercompute.services import pki_setup
 from bettercompute.store import embedded, migrations
 from bettercompute.world import World
 
+TEMPORARY_PREFIX = "better-compute-dev-"
 SERVING_NAMES = ("localhost", "127.0.0.1", "::1")
 NODES_MAX = 50
 STOP_S = 10.0
@@ -75,7 +76,8 @@ def dev_folder(folder: Path | None) -> Iterator[Path]:
     """Give the stack's folder, locked: the named one, or a temporary one that is removed at the end."""
     temporary = None
     if folder is None:
-        temporary = folder = Path(tempfile.mkdtemp(prefix="better-compute-"))
+        _sweep(Path(tempfile.gettempdir()))
+        temporary = folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
     folder = folder.absolute()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -93,6 +95,21 @@ def dev_folder(folder: Path | None) -> Iterator[Path]:
         os.close(lock)
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what a stack that was killed left behind: its folder holds keys, and nobody comes back for it."""
+    for left in parent.glob(f"{TEMPORARY_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if left.is_symlink() or left.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(left / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                embedded.remove_socket_folder(left / "postgres")
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 @contextlib.contextmanager

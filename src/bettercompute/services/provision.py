@@ -13,6 +13,7 @@ from typing import Any
 from bettercompute.pki import certificates, identity_file
 from bettercompute.pki.identity import check_node_id, check_role, check_site
 from bettercompute.pki.identity_file import IdentityRecord
+from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services.installation import Installation, required_trust
 from bettercompute.services.issuing import IssuedIdentity, Issuer, answered_before, check_request
 from bettercompute.services.keys import ServiceKeys
@@ -46,10 +47,13 @@ class ProvisionService:
         self._world = world
         self._issuer = Issuer(keys, installation, world)
 
-    async def provision(self, *, node_id: str, site: str, role: str, csr_der: bytes, asked_by: str) -> ProvisionedNode:
+    async def provision(
+        self, *, node_id: str, site: str, role: str, csr_der: bytes, asked_by: str, replace: bool = False
+    ) -> ProvisionedNode:
         """Return the identity for a certificate request; the same request may ask again and gets the same one.
 
-        A node of this id that has joined before joins anew: its certificates so far are revoked.
+        A node of this id that has joined before is refused CONFLICT; with `replace` it joins anew, and its
+        certificates so far are revoked, which ends the session of whoever holds them.
         """
         node = JoinedNode(
             node_id=check_node_id(node_id),
@@ -66,6 +70,13 @@ class ProvisionService:
             issued = await answered_before(transaction, node_id=node_id, request=csr, now_ms=now_ms)
             if issued is None:
                 issued = await self._issuer.admit(transaction, node, csr, now_ms=now_ms, source=asked_by)
+                if issued.identity_generation > 1 and not replace:
+                    # Found by the lock that joining takes, so also where two ask at once; all of it is rolled back.
+                    raise refuse(
+                        Reason.CONFLICT,
+                        f"there is a node {node_id}: choose another id, or ask to replace it, which revokes its "
+                        "certificates and ends its session",
+                    )
                 await self._record(transaction, issued, asked_by=asked_by)
             return self._provisioned(issued, signed_trust=trust.signed_bundle, now_ms=now_ms)
 

@@ -7,6 +7,7 @@ data folder, so a lock that can be taken proves that nothing of an earlier serve
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pwd
@@ -38,6 +39,8 @@ READY_WAIT_MS = 60_000
 STOP_WAIT_MS = 20_000
 POLL_MS = 10
 # A socket's path is 107 bytes at most, and TMPDIR may be long. The folder made in it is unguessable and mode 0700.
+SOCKET_NOTE = "socket-folder"
+SOCKET_PREFIX = "bc-pg-"
 SHORT_TEMPORARY = "/tmp"  # noqa: S108 - only the parent of a folder made by mkdtemp
 LOG_BYTES_MAX = 16 * 1024 * 1024
 
@@ -279,6 +282,14 @@ def find_running(data_dir: Path) -> str | None:
     return _dsn(socket_dir)
 
 
+def remove_socket_folder(data_dir: Path) -> None:
+    """Remove the folder of a server's socket, left behind by one that was killed; its data is about to go as well."""
+    with contextlib.suppress(OSError):
+        folder = Path((data_dir / SOCKET_NOTE).read_text(encoding="utf-8").strip())
+        if folder.name.startswith(SOCKET_PREFIX) and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _dsn(socket_dir: Path) -> str:
     return f"postgresql://{OWNER_ROLE}@/{DATABASE_NAME}?host={socket_dir}"
 
@@ -358,7 +369,7 @@ def _ready_socket_dir(cluster: Path, *, process_id: int | None) -> Path | None:
 
 def _socket_dir(data_dir: Path, owner: _Owner) -> Path:
     """Return a folder of mode 0700 with a path short enough for a socket, the same as last time if it is still ours."""
-    note = data_dir / "socket-folder"
+    note = data_dir / SOCKET_NOTE
     if note.exists():
         folder = Path(note.read_text(encoding="utf-8").strip())
         try:
@@ -377,7 +388,7 @@ def _socket_dir(data_dir: Path, owner: _Owner) -> Path:
             os.chown(folder, owner.user, owner.group)
             return folder
     short = SHORT_TEMPORARY if os.access(SHORT_TEMPORARY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="bc-pg-", dir=short))
+    folder = Path(tempfile.mkdtemp(prefix=SOCKET_PREFIX, dir=short))
     os.chown(folder, owner.user, owner.group)
     note.write_text(f"{folder}\n", encoding="utf-8")
     return folder

@@ -32,8 +32,10 @@ class Provisioned:
 class RecordingProvisioner:
     """Answers with what it was asked, so that tests see it."""
 
-    async def provision(self, *, node_id: str, site: str, role: str, csr_der: bytes, asked_by: str) -> Provisioned:
-        identity = {"site": site, "role": role, "csr_bytes": len(csr_der), "asked_by": asked_by}
+    async def provision(
+        self, *, node_id: str, site: str, role: str, csr_der: bytes, asked_by: str, replace: bool = False
+    ) -> Provisioned:
+        identity = {"site": site, "role": role, "csr_bytes": len(csr_der), "asked_by": asked_by, "replace": replace}
         return Provisioned(
             node_id=node_id,
             chain_pem=b"chain",

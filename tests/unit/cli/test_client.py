@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bettercompute.cli.client import ApiClient
+from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.errors import Refused, Unavailable
 
 
@@ -70,3 +70,34 @@ def test_pages_are_followed_to_the_last() -> None:
         return httpx.Response(200, json={"items": [after or "first"], "next": None if after else "more"})
 
     assert list(client_of(handler).pages("/v1/nodes", state=None)) == ["first", "more"]
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "http://127.0.0.1:bad", "localhost:8420", "ftp://host", "http://"])
+def test_an_address_that_is_no_url_is_refused(address: str) -> None:
+    with pytest.raises(Refused, match="is not a URL"):
+        ApiClient(address=address, token="")
+
+
+@pytest.mark.parametrize("token", ["ä", "a\nb", "\x00"])
+def test_a_token_that_no_header_carries_is_refused(token: str) -> None:
+    with pytest.raises(Refused, match="BETTER_COMPUTE_TOKEN"):
+        ApiClient(address="http://api.test", token=token)
+
+
+@pytest.mark.parametrize(
+    ("part", "path"),
+    [("n1", "/v1/nodes/n1"), ("a/../b", "/v1/nodes/a%2F..%2Fb"), ("n?x=1#y", "/v1/nodes/n%3Fx%3D1%23y")],
+)
+def test_an_id_stays_one_segment(part: str, path: str) -> None:
+    assert path_of("nodes", part) == path
+
+
+@pytest.mark.parametrize("part", ["", ".", "..", "a\x00b", "\udcff"])
+def test_what_cannot_be_a_segment_is_no_id(part: str) -> None:
+    with pytest.raises(Refused, match="is not an id"):
+        path_of("nodes", part)
+
+
+def test_a_query_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(Refused, match="cannot be asked"):
+        client_of(lambda _: httpx.Response(200, json={})).get("/v1/nodes", state="\udcff")

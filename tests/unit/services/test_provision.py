@@ -12,7 +12,7 @@ from bettercompute.errors import Refused
 from bettercompute.pki import identity_file, keyfiles
 from bettercompute.protocol.statuses import Reason
 from bettercompute.services.provision import ProvisionedNode
-from bettercompute.store import audit, nodes
+from bettercompute.store import audit, certificates, nodes
 from tests.unit.services.joining import Node, Plane, make_plane
 
 
@@ -21,8 +21,10 @@ async def plane(database, tmp_path) -> Plane:
     return await make_plane(database, tmp_path)
 
 
-async def provision(plane: Plane, node: Node, *, node_id: str = "img-1") -> ProvisionedNode:
-    return await plane.provision.provision(node_id=node_id, site="lab", role="node", csr_der=node.csr, asked_by="admin")
+async def provision(plane: Plane, node: Node, *, node_id: str = "img-1", replace: bool = False) -> ProvisionedNode:
+    return await plane.provision.provision(
+        node_id=node_id, site="lab", role="node", csr_der=node.csr, asked_by="admin", replace=replace
+    )
 
 
 async def test_the_daemon_imports_what_was_provisioned(plane, tmp_path):
@@ -54,8 +56,13 @@ async def test_the_same_request_gets_the_same_identity(plane):
     assert (await provision(plane, node)).chain_pem in chains
 
 
-async def test_another_request_is_another_generation(plane):
-    first, second = await provision(plane, Node()), await provision(plane, Node())
+async def test_a_node_that_there_is_is_replaced_only_on_demand(plane):
+    first = await provision(plane, Node())
+    with pytest.raises(Refused, match="there is a node img-1") as caught:
+        await provision(plane, Node())
+    assert caught.value.reason == Reason.CONFLICT
+    assert len(await certificates.of_node(plane.database, node_id="img-1", page_size=10)) == 1
+    second = await provision(plane, Node(), replace=True)
     assert (first.identity["identity_generation"], second.identity["identity_generation"]) == (1, 2)
 
 
