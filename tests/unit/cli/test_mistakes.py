@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from bettercompute.cli.better_compute import app
 
 RUNNER = CliRunner()
+NOBODY = ("--api", "http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
@@ -16,15 +17,15 @@ RUNNER = CliRunner()
         (("pki", "init", "--dir", "/proc/none/q"), "/proc"),
         (("pki", "init", "--dir", "{file}"), "{file}"),
         (("nodes", "list", "--api", "http://[::1"), "is not a URL"),
-        (("nodes", "list", "--api", "http://127.0.0.1:1"), "did not answer"),
-        (("nodes", "show", "..", "--api", "http://127.0.0.1:1"), "is not an id"),
-        (("run", "inventory.refresh", "--api", "http://127.0.0.1:1"), "name the nodes"),
-        (("run", "inventory.refresh", "--all", "--payload", "[]", "--api", "http://127.0.0.1:1"), "a JSON object"),
+        (("nodes", "list", *NOBODY), "did not answer"),
+        (("nodes", "show", "..", *NOBODY), "is not an id"),
+        (("run", "inventory.refresh", *NOBODY), "name the nodes"),
+        (("run", "inventory.refresh", "--all", "--payload", "[]", *NOBODY), "a JSON object"),
         (
-            ("run", "inventory.refresh", "--all", "--payload", "@/dev/zero", "--api", "http://127.0.0.1:1"),
+            ("run", "inventory.refresh", "--all", "--payload", "@/dev/zero", *NOBODY),
             "is larger than",
         ),
-        (("run", "inventory.refresh", "--all", "--payload", "@{file}/x", "--api", "http://127.0.0.1:1"), "--payload"),
+        (("run", "inventory.refresh", "--all", "--payload", "@{file}/x", *NOBODY), "--payload"),
         (("serve", "--role", "king"), "one of api, gateway, worker"),
         (("serve", "--config", "{file}"), "invalid"),
         (("db", "status", "--config", "{bogus}"), "database.dsn"),

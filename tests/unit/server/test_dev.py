@@ -1,7 +1,7 @@
 """The development stack's folder: locked, and nothing of a killed one stays behind."""
 
 import fcntl
-import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ def test_a_named_folder_is_kept_and_taken_by_one(tmp_path: Path) -> None:
 
 
 def test_a_temporary_folder_is_removed_and_so_is_what_a_killed_stack_left(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(dev.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed, alive = (tmp_path / f"{dev.TEMPORARY_PREFIX}{name}" for name in ("killed", "alive"))
     sockets = tmp_path / "bc-pg-x"
     for folder in (killed, alive):
@@ -31,5 +31,5 @@ def test_a_temporary_folder_is_removed_and_so_is_what_a_killed_stack_left(tmp_pa
         fcntl.flock(lock, fcntl.LOCK_EX)
         with dev.dev_folder(None) as folder:
             assert folder.parent == tmp_path
-            assert os.stat(folder).st_mode & 0o777 == 0o700
+            assert folder.stat().st_mode & 0o777 == 0o700
         assert (killed.exists(), sockets.exists(), alive.exists(), folder.exists()) == (False, False, True, False)
