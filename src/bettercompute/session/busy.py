@@ -43,10 +43,15 @@ class WhyBusy(StrEnum):
     JOURNAL_FULL = "journal-full"
 
 
-def why_busy(lane: DaemonLane, *, done_unacked: int, ids: int, journal_full: bool) -> WhyBusy | None:
-    """Return why one more command of a lane must be answered BUSY; None when there is a credit and room."""
+def why_busy(
+    lane: DaemonLane, *, done_unacked: int, ids: int, journal_full: bool, kept: bool = False
+) -> WhyBusy | None:
+    """Return why one more command of a lane must be answered BUSY; None when there is a credit and room.
+
+    `kept`: an earlier process left it in the journal, where it has its place already.
+    """
     if lane.free == 0:
         return WhyBusy.NO_CREDIT
-    if not journal_rules.has_room(done_unacked=done_unacked, ids=ids, journal_full=journal_full):
+    if not kept and not journal_rules.has_room(done_unacked=done_unacked, ids=ids, journal_full=journal_full):
         return WhyBusy.JOURNAL_FULL
     return None

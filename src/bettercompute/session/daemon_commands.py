@@ -112,6 +112,7 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
         done_unacked=done_unacked,
         ids=len(state.entries) + len(state.settled) + len(state.cancelled),
         journal_full=state.journal_full,
+        kept=entry is not None,
     )
     if why is not None:
         message = f"{why.value}: try again later"

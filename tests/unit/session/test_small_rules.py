@@ -63,6 +63,12 @@ def test_epochs_rise_also_after_a_restore(row: int, last: int, epoch: int, *, be
     assert epochs.next_epoch(row_epoch=row, last_epoch=last) == epochs.NextEpoch(epoch, behind)
 
 
+def test_what_is_kept_already_needs_a_credit_and_no_room() -> None:
+    assert busy.why_busy(DaemonLane(credits=1), done_unacked=0, ids=0, journal_full=True, kept=True) is None
+    no_credit = busy.why_busy(DaemonLane(credits=0), done_unacked=0, ids=0, journal_full=False, kept=True)
+    assert no_credit is WhyBusy.NO_CREDIT
+
+
 @pytest.mark.parametrize(
     ("epoch", "session_id", "gateway_id", "holds"),
     [(3, "s", "g", True), (4, "s", "g", False), (3, "t", "g", False), (3, "s", "h", False), (3, "s", "", False)],
