@@ -104,7 +104,9 @@ def welcomed(
         return _outside_leaf(server_time_ms, f"ended at {leaf_not_after_ms} ms")
     clock = _confirmed_by_host(clock, server_time_ms, wall_ms=wall_ms, now_ms=now_ms)
     known = confirmed_time(clock, now_ms=now_ms)
-    session_ms = max(server_time_ms, clock.mark_ms, known or 0)
+    # A clock that this process ran on and believed steps back for nobody; an unconfirmed one may.
+    running = 0 if clock.session_ms is None or clock.unconfirmed else session_time(clock, now_ms=now_ms)
+    session_ms = max(server_time_ms, clock.mark_ms, known or 0, running)
     unconfirmed = known is None or server_time_ms > known + AHEAD_ALLOWED_MS
     clock = replace(clock, session_ms=session_ms, session_at_ms=now_ms, unconfirmed=unconfirmed)
     return _marked(clock, now_ms=now_ms)

@@ -56,6 +56,13 @@ def test_five_minutes_back_are_allowed_and_move_nothing_back() -> None:
     assert "bcd clock reset" in refused.message
 
 
+def test_a_believed_clock_does_not_step_back_to_a_mark_of_seconds_ago() -> None:
+    # The host's clock confirms nothing, so session time is ahead of confirmed time; the mark is of the last heartbeat.
+    state = accepted(joined_at(), T + 30 * MINUTE_MS)
+    later = accepted(state, T + 26 * MINUTE_MS, now_ms=9_000)
+    assert clock.session_time(later, now_ms=9_000) == T + 30 * MINUTE_MS + 9_000
+
+
 def test_the_running_clock_counts_when_the_mark_is_old() -> None:
     state = accepted(joined_at(), T, now_ms=0)
     later = accepted(state, T + MINUTE_MS, now_ms=10 * MINUTE_MS)
