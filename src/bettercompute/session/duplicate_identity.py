@@ -31,6 +31,8 @@ class Claim:
     boot_id: str
     hello_nonce: bytes
     previous_hello_nonce: bytes
+    epoch_behind: bool = False
+    """It knows a later session than the row: the database was restored, and it is the row that does not continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +51,10 @@ class Judgement:
 
 
 def has_forked(row_nonce: bytes, claim: Claim) -> bool:
-    """Say whether the row's nonce is neither of the pair. One that is missing anywhere switches the check off."""
-    if not (row_nonce and claim.hello_nonce and claim.previous_hello_nonce):
+    """Say whether the row's nonce is neither of the pair. One that is missing anywhere switches the check off, and so
+    does a row that is older than the daemon: a whole fleet would seem to have forked when a database is restored.
+    """
+    if claim.epoch_behind or not (row_nonce and claim.hello_nonce and claim.previous_hello_nonce):
         return False
     return row_nonce not in (claim.hello_nonce, claim.previous_hello_nonce)
 

@@ -36,8 +36,13 @@ class Fence:
 
 def next_epoch(*, row_epoch: int, last_epoch: int) -> NextEpoch:
     """Return greatest(row, last_epoch) + 1, so that epochs rise after a restore too; a wild `last_epoch` is ignored."""
-    believed = last_epoch if last_epoch <= row_epoch + LAST_EPOCH_WITHIN else row_epoch
-    return NextEpoch(epoch=max(row_epoch, believed) + 1, behind=last_epoch > row_epoch)
+    believed = last_epoch if is_behind(row_epoch=row_epoch, last_epoch=last_epoch) else row_epoch
+    return NextEpoch(epoch=believed + 1, behind=last_epoch > row_epoch)
+
+
+def is_behind(*, row_epoch: int, last_epoch: int) -> bool:
+    """Say whether a Hello shows, credibly, that the row has forgotten sessions."""
+    return row_epoch < last_epoch <= row_epoch + LAST_EPOCH_WITHIN
 
 
 def holds(fence: Fence, *, row_epoch: int, row_session_id: str, row_gateway_id: str) -> bool:

@@ -60,6 +60,7 @@ def decide(facts: HelloFacts, hello: messages.Hello) -> HelloPlan | HelloRefusal
             boot_id=hello.boot_id,
             hello_nonce=hello.hello_nonce,
             previous_hello_nonce=hello.previous_hello_nonce,
+            epoch_behind=epochs.is_behind(row_epoch=row.session_epoch, last_epoch=hello.last_epoch),
         ),
         facts.gateway,
         now_ms=facts.now_ms,

@@ -64,6 +64,7 @@ class Identity:
 def test_a_nonce_that_is_neither_of_the_pair_is_a_fork(row: int, pair: tuple[int, int], *, forked: bool) -> None:
     claim = Claim(boot_id="b", hello_nonce=nonce(pair[0]), previous_hello_nonce=nonce(pair[1]))
     assert has_forked(nonce(row), claim) is forked
+    assert not has_forked(nonce(row), replace(claim, epoch_behind=True))
 
 
 @pytest.mark.parametrize(

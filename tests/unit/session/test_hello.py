@@ -162,6 +162,13 @@ def test_an_epoch_behind_is_published() -> None:
     assert ahead.events[0].attributes["epochBehind"] is True
 
 
+@pytest.mark.parametrize(("last_epoch", "forked"), [(0, True), (8, True), (9, False), (2_000_000, True)])
+def test_a_restored_database_is_no_fork(last_epoch: int, *, forked: bool) -> None:
+    row = replace(ROW, session_epoch=8, hello_nonce=b"9" * 16)
+    pair = {"hello_nonce": b"1" * 16, "previous_hello_nonce": b"2" * 16}
+    assert plan(facts(row=row), last_epoch=last_epoch, **pair).new_journal is forked
+
+
 def test_a_new_journal_restarts_the_event_ack() -> None:
     changed = plan(journal_id="j-2", last_event_seq=3, first_unacked_event_seq=1)
     assert changed.row.acked_event_seq == 0
