@@ -141,6 +141,7 @@ def apply_welcome(
         last_epoch=max(state.last_epoch, welcome.epoch),
         hello_nonce=b"",
         previous_hello_nonce=state.hello_nonce,
+        backoff=Backoff(),
     )
     # That the nonce is used up outlives the process: otherwise a machine that only ever restarts would say the same
     # pair for ever, and a disk restored from any time of it would seem to continue.
@@ -182,7 +183,6 @@ def _go_live(
         hashes_due=False,
         drain_at_ms=None,
         last_heard_ms=now_ms,
-        backoff=Backoff(),
         lanes={
             lane.lane: open_daemon_lane(
                 granted=lane.credits,

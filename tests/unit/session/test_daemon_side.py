@@ -264,6 +264,15 @@ def test_a_rolled_back_journal_takes_a_new_id_and_says_hello_anew() -> None:
     assert (hello.journal_id, hello.last_event_seq, hello.first_unacked_event_seq) == ("j-2", 4, 1)
 
 
+def test_a_welcome_that_asks_for_a_new_journal_resets_the_doubling_too() -> None:
+    state = dialed()
+    for _ in range(4):
+        state = dialed(step(state, inputs.StreamEnded(drawn=0.0))[0])
+    state, _ = told(state, welcome=welcome(new_journal=True))
+    _, done = step(state, inputs.StreamEnded(drawn=0.5))
+    assert done == (effects.WaitThenDial(500, effects.Redial.NEW_CONNECTION, 0),)
+
+
 def test_results_that_did_not_ride_in_hello_follow_welcome_once() -> None:
     big = messages.CommandUpdate(command_id="x", state=messages.COMMAND_STATE_SUCCEEDED, result=bytes(600_000))
     entries = {
@@ -394,6 +403,15 @@ def test_without_a_credit_or_room_it_is_busy(*, full: bool) -> None:
     assert update.reject_reason == messages.COMMAND_REJECT_REASON_BUSY
     assert update.message.startswith("journal-full" if full else "no-credit")
     assert "c-1" not in state.entries
+
+
+def test_what_an_earlier_process_left_has_its_room_in_a_full_journal() -> None:
+    left = replace(done_entry(), state=CommandState.RUNNING, started=True, process_id="p-0", update=b"", done_mark_ms=0)
+    state = live(booted({"c-1": left}, full=True)[0])
+    state, done = told(state, command=command(attempt=2, seen=CommandState.RUNNING))
+    assert kinds(done) == ["TakeUpCommand", "StartCommand", "SendAgentFrame", "StartHandler"]
+    _, done = told(state, command=command("c-2"))
+    assert updates(done)[0].reject_reason == messages.COMMAND_REJECT_REASON_BUSY
 
 
 def test_a_journal_that_refuses_an_acceptance_undoes_it() -> None:
