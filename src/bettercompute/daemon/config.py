@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from bettercompute.daemon.inventory.capabilities import RebootSettings
 from bettercompute.daemon.inventory.facts import DEFAULT_PROGRAM_TIMEOUT_MS, MAX_PROGRAM_TIMEOUT_MS, FactSettings
 from bettercompute.errors import Refused
+from bettercompute.protocol.addresses import is_host
 from bettercompute.protocol.statuses import Reason, refuse
 
 DEFAULT_PATH = Path("/etc/bcd/config.toml")
@@ -24,6 +25,9 @@ CONFIG_BYTES_MAX = 1 << 20
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "json", "text")
 GATEWAYS_MAX = 16
+# What Linux takes (PATH_MAX counts the NUL).
+PATH_BYTES_MAX = 4_095
+NAME_BYTES_MAX = 255
 
 # A collection takes a second of one core; more often than each minute it would show in the host's own load.
 REFRESH_MIN_S = 60
@@ -81,7 +85,7 @@ def parse(values: Mapping[str, Any], *, path: Path) -> Config:
         state_dir=flat.path("state_dir") or Config().state_dir,
         identity_import=flat.path("identity_import"),
         gateway_url=flat.urls("gateway_url"),
-        gateway_server_name=flat.text("gateway_server_name"),
+        gateway_server_name=flat.host("gateway_server_name"),
         log=LogSettings(
             level=flat.choice("log.level", LOG_LEVELS, default="info"),
             format=flat.choice("log.format", LOG_FORMATS, default="auto"),
@@ -128,11 +132,13 @@ class _Reader:
         self._values = values
         self._known: list[str] = []
 
-    def text(self, key: str) -> str:
-        return self._take(key, "", "must be a text in quotes", lambda text: "\0" not in text)
+    def host(self, key: str) -> str:
+        limit = "must be a host name or an IP address, as in gateway.example.com"
+        return self._take(key, "", limit, lambda text: text == "" or is_host(text))
 
     def path(self, key: str) -> Path | None:
-        text = self._take(key, "", "must be an absolute path", lambda text: text == "" or text.startswith("/"))
+        limit = f"must be an absolute path, of at most {PATH_BYTES_MAX} bytes and {NAME_BYTES_MAX} in each name"
+        text = self._take(key, "", limit, lambda text: text == "" or _is_path(text))
         return Path(text) if text else None
 
     def choice(self, key: str, choices: tuple[str, ...], *, default: str) -> str:
@@ -181,6 +187,11 @@ class _Reader:
         if type(value) is not type(default) or not holds(value):
             raise _wrong(self._path, f"{key} = {value!r}: it {limit}")
         return value
+
+
+def _is_path(text: str) -> bool:
+    names_fit = all(len(name.encode()) <= NAME_BYTES_MAX for name in text.split("/"))
+    return text.startswith("/") and "\0" not in text and len(text.encode()) <= PATH_BYTES_MAX and names_fit
 
 
 def _are_texts(words: list[str]) -> bool:

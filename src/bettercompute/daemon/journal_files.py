@@ -47,6 +47,12 @@ def prepare_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise Refused(
+            f"state_dir {folder} is no folder, or lies below a file: move that file away, or set state_dir elsewhere",
+            status=_FAILED_PRECONDITION,
+            reason="state-dir-no-folder",
+        ) from error
     except OSError as error:
         raise _unwritable(folder, error) from error
     if status.st_uid != os.geteuid():

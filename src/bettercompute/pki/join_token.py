@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from bettercompute.errors import Refused
 from bettercompute.pki import sealed
 from bettercompute.pki.certificates import is_p256
+from bettercompute.protocol.addresses import PORT_MAX, is_gateway_url
 from bettercompute.protocol.statuses import Reason, refuse
 
 PREFIX = "bcj1_"
@@ -39,7 +40,6 @@ _FIELD_SERVING_CA_PIN = 3
 _FIELD_JOIN_SIGNING_KEY = 4
 _FIELD_JOIN_ENCRYPTION_KEY = 5
 _FIELDS = frozenset(range(_FIELD_SECRET, _FIELD_JOIN_ENCRYPTION_KEY + 1))
-_URL = re.compile(r"https://[!-~]+", re.ASCII)
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -107,12 +107,12 @@ def parse_token(text: str) -> JoinToken:
 
 def check_gateway_url(url: str) -> str:
     """Return `url` when a token may carry it, else refuse it INVALID_ARGUMENT."""
-    if len(url) <= GATEWAY_URL_CHARACTERS_MAX and _URL.fullmatch(url):
+    if len(url) <= GATEWAY_URL_CHARACTERS_MAX and is_gateway_url(url):
         return url
     raise refuse(
         Reason.INVALID_NAME,
-        f"{url[:GATEWAY_URL_CHARACTERS_MAX]!a} is not a gateway URL: write https://HOST:PORT in ASCII, at most "
-        f"{GATEWAY_URL_CHARACTERS_MAX} characters",
+        f"{url[:GATEWAY_URL_CHARACTERS_MAX]!a} is not a gateway URL: write https://HOST:PORT in ASCII, an "
+        f"IPv6 address in brackets, the port from 1 to {PORT_MAX}, at most {GATEWAY_URL_CHARACTERS_MAX} characters",
     )
 
 

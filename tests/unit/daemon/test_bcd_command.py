@@ -206,6 +206,28 @@ def test_a_node_without_identity_ends_with_the_cure(config_file: Path, capsys: p
     assert "this node has no identity in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ('state_dir = "FILE"', "state_dir FILE is no folder, or lies below a file: move that file away"),
+        ('state_dir = "FILE/below"', "state_dir FILE/below is no folder, or lies below a file"),
+        ('gateway_url = "https://x:99999"', "gateway_url: 'https://x:99999' is not a gateway URL"),
+        ('gateway_url = "https://x:0"', "gateway_url: 'https://x:0' is not a gateway URL"),
+        ('gateway_server_name = "a b"', "gateway_server_name = 'a b': it must be a host name or an IP address"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_one_sentence_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, sentence: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "config.toml"
+    path.write_text(lines.replace("FILE", str(tmp_path / "file")))
+    assert bcd.run(["node", "--config", str(path)]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert sentence.replace("FILE", str(tmp_path / "file")) in told[0]
+
+
 def test_an_interrupt_is_exit_code_130(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: Path) -> DaemonStatus:
         raise KeyboardInterrupt

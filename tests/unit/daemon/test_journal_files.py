@@ -59,10 +59,13 @@ def test_the_folder_is_made_private_or_tightened(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+def test_what_can_never_be_a_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Unavailable, match="Not a directory"):
-        prepare_folder(tmp_path / "file" / "state")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for folder in (tmp_path / "file", tmp_path / "file" / "state", tmp_path / "dangling"):
+        with pytest.raises(Refused, match=f"state_dir {folder} is no folder, or lies below a file") as caught:
+            prepare_folder(folder)
+        assert caught.value.reason == "state-dir-no-folder"
 
 
 def test_one_daemon_per_folder(tmp_path: Path) -> None:

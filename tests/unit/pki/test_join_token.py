@@ -27,7 +27,7 @@ TOKEN = JoinToken(
 TEXT = join_token.format_token(TOKEN)
 CSR = certificates.make_csr(certificates.generate_key())
 
-urls = st.from_regex(r"https://[!-~]{1,60}", fullmatch=True)
+urls = st.from_regex(r"https://[a-z][a-z0-9]{1,60}(\.[a-z]{1,9})?(:[1-9][0-9]{0,3})?", fullmatch=True)
 
 
 @given(st.binary(min_size=32, max_size=32), st.lists(urls, min_size=1, max_size=8), st.integers(1, 4))
@@ -114,7 +114,11 @@ def test_a_field_that_is_cut_is_refused(end):
 
 
 @pytest.mark.parametrize(
-    "url", ["", "http://gw", "gw:443", "https://", "https://a b", "https://a\n", "https://" + "a" * 250]
+    "url",
+    [
+        *("", "http://gw", "gw:443", "https://", "https://a b", "https://a\n", "https://" + "a" * 250),
+        *("https://gw:0", "https://gw:99999", "https://::1:443", "https://[gw]:443", "https://gw/path"),
+    ],
 )
 def test_a_bad_gateway_url_is_refused(url):
     with pytest.raises(Refused, match="write https://HOST:PORT") as caught:
