@@ -236,6 +236,11 @@ def check_hello(hello: messages.Hello, *, certificate_node_id: str, certificate_
     for name, text in (("boot_id", hello.boot_id), ("journal_id", hello.journal_id)):
         if not text:
             raise refuse(Reason.BAD_HELLO, f"Hello.{name} is not set")
+    if hello.proto_min > hello.proto_max:
+        raise refuse(
+            Reason.BAD_HELLO,
+            f"Hello.proto_min is {hello.proto_min}, above proto_max {hello.proto_max}: the lowest version comes first",
+        )
 
 
 def _refused_by_condition(condition: GatewayCondition, *, drawn: float) -> Refused | None:

@@ -278,6 +278,8 @@ def test_the_first_frame_is_hello() -> None:
         ({"role": messages.AGENT_ROLE_SITE}, 1, Status.PERMISSION_DENIED, Reason.ROLE_MISMATCH),
         ({"boot_id": ""}, 1, Status.INVALID_ARGUMENT, Reason.BAD_HELLO),
         ({"journal_id": ""}, 1, Status.INVALID_ARGUMENT, Reason.BAD_HELLO),
+        ({"proto_min": 2, "proto_max": 1}, 1, Status.INVALID_ARGUMENT, Reason.BAD_HELLO),
+        ({"proto_min": 1, "proto_max": 0}, 1, Status.INVALID_ARGUMENT, Reason.BAD_HELLO),
     ],
 )
 def test_a_hello_that_is_not_its_certificates(
@@ -295,6 +297,14 @@ def test_a_hello_that_is_not_its_certificates(
 @pytest.mark.parametrize("certificate_role", [0, messages.AGENT_ROLE_NODE])
 def test_a_good_hello(certificate_role: int) -> None:
     opening.check_hello(HELLO, certificate_node_id="n", certificate_role=certificate_role)
+
+
+@pytest.mark.parametrize(("proto_min", "proto_max"), [(0, 0), (1, 1), (7, 9)])
+def test_a_range_out_of_reach_is_no_error(proto_min: int, proto_max: int) -> None:
+    hello = messages.Hello()
+    hello.CopyFrom(HELLO)
+    hello.proto_min, hello.proto_max = proto_min, proto_max
+    opening.check_hello(hello, certificate_node_id="n", certificate_role=messages.AGENT_ROLE_NODE)
 
 
 # The herd
