@@ -90,6 +90,8 @@ class NodeShell:
         self._reader: asyncio.Task[None] | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._skip_wait = asyncio.Event()
+        self._rejoin_told = ""
+        """The reason for which the log has said last that only a new token helps."""
 
     def send(self, frame: messages.AgentFrame) -> None:
         """Queue a frame on the stream; dropped without one."""
@@ -144,7 +146,8 @@ class NodeShell:
     def stepped(self, _: DaemonInput) -> None:
         """See where the session is after a step, for people."""
         phase = self.driver.state.phase
-        if phase is Phase.LIVE and self.outlook.state != "connected":
+        # A step that was queued before the stream ended connects nobody.
+        if self._stream is not None and phase is Phase.LIVE and self.outlook.state != "connected":
             log.info(
                 "connected",
                 gateway=self._parts.link.url,
@@ -153,6 +156,7 @@ class NodeShell:
             )
             self._look(state="connected")
             self._parts.conditions.set(NEEDS_REJOIN, holds=False)
+            self._rejoin_told = ""
 
     def dial_now(self) -> None:
         """Cut a wait short: an operator asked, or the configuration changed."""
@@ -258,7 +262,9 @@ class NodeShell:
         self._look(state="waiting", reason=message or "the gateway ended the session", code=reason)
         if reason in _IDENTITY_LOST:
             cure = "re-join this machine with a new token: `bcd rejoin`"
-            log.error("NEEDS_REJOIN", why=message, cure=cure)
+            if reason != self._rejoin_told:  # not at each dial: this goes on until somebody comes
+                log.error("NEEDS_REJOIN", why=message, cure=cure, reason=reason)
+            self._rejoin_told = reason
             self._parts.conditions.set(NEEDS_REJOIN, holds=True, reason=reason, message=f"{message}; {cure}")
         self.driver.give(
             StreamEnded(

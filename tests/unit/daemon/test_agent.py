@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import structlog
 
 from bettercompute.daemon import group_commit
 from bettercompute.daemon.agent import Agent
@@ -188,6 +189,19 @@ async def test_a_refusal_is_said_in_words_and_obeyed(node: Node) -> None:
     os.kill(os.getpid(), signal.SIGHUP)  # an operator who does not want to wait
     again = await node.gateway.session()
     assert again.hello.hello_nonce == session.hello.hello_nonce, "no Welcome was applied: the same pair again"
+
+
+async def test_the_need_of_a_new_token_is_said_once_for_each_reason(node: Node) -> None:
+    node.start()
+    endings = [("revoked", 1), ("revoked", 1), ("superseded-certificate", 1), ("superseded-certificate", 600_000)]
+    with structlog.testing.capture_logs() as logs:
+        for reason, pushback_ms in endings:
+            session = await node.gateway.session()
+            session.end(16, "the certificate is of no use", reason=reason, pushback_ms=pushback_ms)
+        status = await until(node, lambda status: status.state == "waiting" and status.next_dial_in_ms > 1_000)
+    told = [entry["reason"] for entry in logs if entry["event"] == "NEEDS_REJOIN"]
+    assert told == ["revoked", "superseded-certificate"]
+    assert status.needs_rejoin
 
 
 async def test_a_short_bucket_refusal_keeps_the_connection(node: Node) -> None:
