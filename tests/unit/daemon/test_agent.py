@@ -191,6 +191,19 @@ async def test_a_refusal_is_said_in_words_and_obeyed(node: Node) -> None:
     assert again.hello.hello_nonce == session.hello.hello_nonce, "no Welcome was applied: the same pair again"
 
 
+async def test_what_was_queued_when_the_stream_ended_does_not_make_the_node_connected_again(node: Node) -> None:
+    node.start()
+    session = await node.gateway.session()
+    session.welcome()
+    await session.frame("heartbeat")
+    with structlog.testing.capture_logs() as logs:
+        session.send(revoked=messages.RevocationNotice(reason="rejoined", message="the certificate is revoked"))
+        session.end(16, "the certificate is revoked", reason="revoked", pushback_ms=600_000)
+        status = await until(node, lambda status: status.state == "waiting" and status.next_dial_in_ms > 0)
+    assert (status.reason_code, status.needs_rejoin) == ("revoked", True)
+    assert "connected" not in [line["event"] for line in logs]
+
+
 async def test_the_need_of_a_new_token_is_said_once_for_each_reason(node: Node) -> None:
     node.start()
     endings = [("revoked", 1), ("revoked", 1), ("superseded-certificate", 1), ("superseded-certificate", 600_000)]
