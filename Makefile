@@ -13,7 +13,7 @@ BENCHES := gateway_streams commands events journal bcd_idle herd
 # Test processes: one per core.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help setup demo test test-long check format proto bench docs lock clean
+.PHONY: help setup demo test test-long check format golden proto bench docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ check: $(VENV)/.dev  ## lint, types, import contracts, protocol lint and breakin
 format: $(VENV)/.dev  ## format the code
 	$(BIN)/ruff check --fix-only --quiet
 	$(BIN)/ruff format --quiet
+
+golden: $(VENV)/.dev  ## tell the stories of tests/stories anew; read the difference before you commit it
+	$(BIN)/python -m tests.stories.rewrite
 
 proto: $(VENV)/.dev  ## generate the code of proto/ anew
 	$(BIN)/python -m proto.generate
