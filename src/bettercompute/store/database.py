@@ -186,8 +186,11 @@ NO_LIMITS = Limits()
 class Database(Queries):
     """A pool of connections to one primary."""
 
-    def __init__(self, pool: asyncpg.Pool[asyncpg.Record], *, dsn: str, dice: Dice) -> None:
+    def __init__(self, pool: asyncpg.Pool[asyncpg.Record], *, dsn: str, dice: Dice, pool_size: int) -> None:
         self._pool = pool
+        # First come, first served. The pool alone hands a free connection to whoever asks first once it is free, so
+        # that under load one who waits is overtaken again and again until its time is over.
+        self._turns = asyncio.Semaphore(pool_size)
         self._dice = dice
         self.dsn = dsn
 
@@ -213,7 +216,7 @@ class Database(Queries):
                 reset=_keep_as_is,
                 **_connect_options(application_name=application_name, limits=limits),
             )
-        return cls(pool, dsn=dsn, dice=dice)
+        return cls(pool, dsn=dsn, dice=dice, pool_size=pool_size)
 
     async def close(self) -> None:
         """Close the pool; whoever still holds a connection loses it after a moment."""
@@ -242,13 +245,22 @@ class Database(Queries):
 
     @contextlib.asynccontextmanager
     async def _acquired(self) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy[asyncpg.Record]]:
-        with _translated():
-            connection = await self._pool.acquire(timeout=ACQUIRE_TIMEOUT_MS / 1000)
         try:
-            yield connection
-        finally:
+            async with asyncio.timeout(ACQUIRE_TIMEOUT_MS / 1000):
+                await self._turns.acquire()
+        except TimeoutError:
+            waited = f"all connections to the database have been in use for {ACQUIRE_TIMEOUT_MS} ms"
+            raise Unavailable(waited, reason=Reason.DATABASE) from None
+        try:
             with _translated():
-                await self._pool.release(connection)
+                connection = await self._pool.acquire(timeout=ACQUIRE_TIMEOUT_MS / 1000)
+            try:
+                yield connection
+            finally:
+                with _translated():
+                    await self._pool.release(connection)
+        finally:
+            self._turns.release()
 
     async def _run(self, sql: str, arguments: Sequence[Any]) -> list[Row]:
         async with self._acquired() as connection:

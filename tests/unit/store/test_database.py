@@ -139,8 +139,25 @@ async def test_nobody_waits_for_ever_for_a_connection(dsn, monkeypatch):
     monkeypatch.setattr(store, "ACQUIRE_TIMEOUT_MS", 20)
     database = await open_database(dsn, pool_size=1)
     async with database.transaction():
-        with pytest.raises(Unavailable, match="cannot be reached"):
+        with pytest.raises(Unavailable, match="in use for 20 ms"):
             await database.query("SELECT 1")
+    await database.close()
+
+
+async def test_connections_go_to_whoever_has_waited_longest(dsn):
+    database = await open_database(dsn, pool_size=1)
+    served: list[int] = []
+
+    async def ask(number: int) -> None:
+        await database.query("SELECT 1")
+        served.append(number)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(500):
+            # One comes at each turn of the loop, also between a release and the turn of those whom it wakes.
+            group.create_task(ask(number))
+            await asyncio.sleep(0)
+    assert served == sorted(served)
     await database.close()
 
 
@@ -240,7 +257,7 @@ async def test_a_thread_has_a_connection_of_its_own_beside_a_busy_loop(dsn):
 
     def work():
         with ThreadConnection(dsn, application_name="tests", limits=store.LEASE_LIMITS) as connection:
-            answers.append(connection.fetch_one("leases.list", with_retired=False))
+            answers.append(connection.fetch_one("leases.list", with_retired=False, name=None))
             [row] = connection.query("SHOW statement_timeout")
             answers.append(row["statement_timeout"])
 
