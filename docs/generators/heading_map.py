@@ -1,4 +1,4 @@
-"""The map: which module is which heading of the documentation, and which tests import it."""
+"""The map: which module is which heading of the documentation, which tests import it, and which stories tell it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ INTRODUCTION = """\
 # Map
 
 From a heading of these pages to the modules that are it, and to their tests: those named after a module, else those
-that import it. A module names its heading in its docstring. Modules without a row serve several headings;
-[architecture.md](architecture.md) says what their packages do."""
+that import it, and the stories whose first paragraph names the heading. A module names its heading in its docstring.
+Modules without a row serve several headings; [architecture.md](architecture.md) says what their packages do."""
 
 
 def page(root: Path) -> str:
     """Return docs/map.md."""
     modules = _modules_by_heading(root / "src")
     tests = _tests_by_module(root)
+    stories = _stories_by_heading(root)
     named = sorted({reference.page for reference in modules} - set(FIRST_PAGES))
-    lines = [generated("the docstrings of src/ and the imports of tests/"), "", INTRODUCTION]
+    lines = [generated("the docstrings of src/, the imports of tests/ and its stories"), "", INTRODUCTION]
     for name in (*FIRST_PAGES, *named):
         path = root / "docs" / name
         if path.exists():
@@ -36,7 +37,11 @@ def page(root: Path) -> str:
                     f"[{heading}]({name}#{anchor(heading)})",
                     " <br> ".join(_link(module, root) for module in modules[Reference(name, heading)]),
                     " <br> ".join(
-                        _link(test, root) for test in _tests_of(modules[Reference(name, heading)], root, tests)
+                        _link(test, root)
+                        for test in (
+                            *_tests_of(modules[Reference(name, heading)], root, tests),
+                            *stories[Reference(name, heading)],
+                        )
                     ),
                 )
                 for heading in headings(path.read_text(encoding="utf-8"))[1:]
@@ -56,6 +61,16 @@ def _modules_by_heading(source: Path) -> dict[Reference, list[Path]]:
         for reference in dict.fromkeys(references.pages(docstring)):
             if reference.heading:
                 found[reference].append(path)
+    return found
+
+
+def _stories_by_heading(root: Path) -> dict[Reference, list[Path]]:
+    """Return which stories name a heading in their first paragraph."""
+    found: dict[Reference, list[Path]] = defaultdict(list)
+    for path in sorted((root / "tests" / "stories").glob("*.txt")):
+        opening = path.read_text(encoding="utf-8").partition("\n\n")[0]
+        for reference in dict.fromkeys(references.pages(opening)):
+            found[reference].append(path)
     return found
 
 

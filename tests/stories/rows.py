@@ -67,7 +67,8 @@ class NodeRow:
         lines += [f"  {', '.join(times)}"] if times else []
         if row.duplicate_hellos:
             boots = wording.listed(seen.boot_id + " (forked)" * seen.forked for seen in row.recent_boots)
-            lines.append(f"  {row.duplicate_hellos} alternations; boots seen: {boots}")
+            count = f"{row.duplicate_hellos} alternation{'s' * (row.duplicate_hellos > 1)}"
+            lines.append(f"  {count}; boots seen: {boots}")
         lines += [f"  condition {name}" for name in sorted(self.conditions)]
         lines += [f"  label {name}={value}" for name, value in sorted(self.labels.items())]
         return lines
