@@ -18,8 +18,9 @@ from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 
+from bettercompute.daemon import journal_faults as faults
 from bettercompute.daemon import journal_records as records
-from bettercompute.daemon.journal_files import Seal, companions, set_aside
+from bettercompute.daemon.journal_files import Seal, companions, keep_aside
 from bettercompute.daemon.journal_records import (
     FORMAT,
     LIMITS,
@@ -46,19 +47,8 @@ from bettercompute.session import effects
 DATABASE_NAME = "journal.db"
 PAGE_BYTES = 4096
 
-
-# A write by a disk that is full, failing or read-only: what waiting or an operator can cure.
-_UNWRITABLE_CODES = frozenset(
-    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
-)
-# At open a read error is damage; these are the disk's.
-_UNWRITABLE_AT_OPEN = frozenset(
-    {
-        *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC),
-        *(sqlite3.SQLITE_IOERR_TRUNCATE, sqlite3.SQLITE_IOERR_DIR_FSYNC, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
-    }
-)
-
+# What SQLite and the disk raise.
+_FAULTS = (sqlite3.Error, OSError, MemoryError)
 
 _meta_columns = attrgetter(*(column.name for column in fields(JournalMeta)))
 
@@ -88,7 +78,7 @@ class JournalDatabase:
             why = f"{why}; the files were {self.set_aside(stamp)}"
         try:
             return replace(self._create(journal_id=new_journal_id(), birth=new_birth()), set_aside=why)
-        except (sqlite3.Error, OSError) as error:
+        except _FAULTS as error:
             self.close()
             for path in companions(self.path):  # half made, it promised nothing, and would read as damaged
                 with contextlib.suppress(OSError):
@@ -96,23 +86,28 @@ class JournalDatabase:
             raise self._unavailable(error) from error
 
     def check(self) -> JournalContents:
-        """Open a journal that exists and check all of it; raise `JournalDamagedError`, and change nothing."""
+        """Open a journal that exists and check all of it; raise `JournalDamagedError`, the files still unchanged.
+
+        Closing changes them: SQLite then writes the log into the database and removes it. `set_aside` comes before.
+        """
         try:
             return self._load()
-        except (sqlite3.Error, OSError) as error:
-            if isinstance(error, OSError) or _code(error) in _UNWRITABLE_AT_OPEN:
-                self.close()
-                raise self._unavailable(error) from error
-            raise JournalDamagedError(f"SQLite says: {error}") from error
+        except _FAULTS as error:
+            if isinstance(error, sqlite3.Error) and faults.is_damage_at_open(_code(error)):
+                raise JournalDamagedError(f"SQLite says: {error}") from error
+            self.close()
+            raise self._unavailable(error) from error
 
     def set_aside(self, stamp: str) -> str:
-        """Close the journal and rename its files; return what was done, in words."""
-        self.close()
+        """Keep the files under other names as they are, and close the journal; return what was done, in words."""
         try:
-            moved = set_aside(self.path, stamp=stamp)
+            kept = keep_aside(self.path, stamp=stamp)
+            self.close()
+            self.path.unlink(missing_ok=True)
         except OSError as error:
+            self.close()
             raise self._unavailable(error) from error
-        return "set aside as " + (", ".join(path.name for path in moved) or "nothing")
+        return "set aside as " + (", ".join(path.name for path in kept) or "nothing")
 
     def close(self) -> None:
         """Close the files."""
@@ -135,7 +130,7 @@ class JournalDatabase:
         except BaseException as error:
             self.meta = before
             self._roll_back()
-            if isinstance(error, sqlite3.Error | OSError):
+            if isinstance(error, _FAULTS):
                 raise self._judged(error, writes) from error
             raise
 
@@ -216,6 +211,8 @@ class JournalDatabase:
 
     def _load(self) -> JournalContents:
         promised = self._seal.read()
+        if not self.path.exists() or not self.path.stat().st_size:  # SQLite would remove the log of an empty database
+            raise JournalDamagedError("the database is missing or empty")
         self._connect()
         problem = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
@@ -223,9 +220,9 @@ class JournalDatabase:
         if self._pragma("user_version") != FORMAT:
             raise JournalDamagedError(f"it is of format {self._pragma('user_version')}, and this bcd reads {FORMAT}")
         row = self._connection.execute("SELECT * FROM meta WHERE id = 1").fetchone()
-        if row is None or row[-1] != row_crc("meta", row[1:-1]):
-            raise JournalDamagedError("the meta row is damaged")
-        self.meta = meta = JournalMeta(*row[1:-1])
+        if row is None:
+            raise JournalDamagedError("the meta row is missing")
+        self.meta = meta = JournalMeta(*self._checked("meta", row[1:]))  # type: ignore[arg-type]  # the CRC covers them
         if promised is None and meta.commits == 0 and not self._seal.path.exists():
             self._seal.create(meta.birth, 0)  # ended between the two halves of `_create`: nothing was promised yet
         elif promised is None or promised[0] != meta.birth:
@@ -370,30 +367,31 @@ class JournalDatabase:
     def _pragma(self, name: str) -> int:
         return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
 
-    def _judged(self, error: sqlite3.Error | OSError, writes: Sequence[Write]) -> Exception:
+    def _judged(self, error: Exception, writes: Sequence[Write]) -> Exception:
         if isinstance(error, OSError):
             return JournalFullError(f"the seal of {self.path} cannot be written: {error.strerror}", disk=True)
-        if _code(error) in _UNWRITABLE_CODES or _code(error) & 0xFF in _UNWRITABLE_CODES:
+        code = _code(error)
+        if faults.is_unwritable(code):
             # SQLite says the same of its page bound and of the disk: judge by what the writes could have needed.
             needed_bytes = (
                 self._pragma("page_count") * PAGE_BYTES + 2 * sum(map(weight_bytes, writes)) + 16 * PAGE_BYTES
             )
-            at_bound = needed_bytes >= self.limits.max_bytes
-            if _code(error) == sqlite3.SQLITE_FULL and at_bound:
+            if faults.is_full(code) and needed_bytes >= self.limits.max_bytes:
                 return JournalFullError(
                     f"{self.path} has reached its bound of {self.limits.max_bytes} bytes", disk=False
                 )
-            return JournalFullError(f"{self.path} cannot be written: {error}", disk=True)
-        if _code(error) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return JournalDamagedError(f"SQLite says: {error}")
-        return error
+            return JournalFullError(f"{self.path} cannot be written: {str(error) or 'out of memory'}", disk=True)
+        return JournalDamagedError(f"SQLite says: {error}") if faults.is_damage_in_use(code) else error
 
-    def _unavailable(self, error: sqlite3.Error | OSError) -> Unavailable:
-        return Unavailable(
-            f"the journal {self.path} cannot be opened: {error}: free space on its disk, or make it writable for bcd",
-            reason="journal-unwritable",
-        )
+    def _unavailable(self, error: Exception) -> Unavailable:
+        cure = faults.cure_of_errno(error.errno) if isinstance(error, OSError) else faults.cure_of(_code(error))
+        message = f"the journal {self.path} cannot be opened: {str(error) or 'out of memory'}: {cure}"
+        return Unavailable(message, reason="journal-unwritable")
 
 
-def _code(error: sqlite3.Error) -> int:
-    return int(getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR))
+def _code(error: Exception) -> int | None:
+    """Return SQLite's code; None where Python could not make a value of what SQLite read."""
+    if isinstance(error, MemoryError):  # how Python tells SQLITE_NOMEM
+        return sqlite3.SQLITE_NOMEM
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else int(code)

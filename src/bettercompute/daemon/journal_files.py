@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import struct
 import zlib
@@ -231,20 +232,43 @@ class Ballast:
         return True
 
 
-def set_aside(database: Path, *, stamp: str) -> list[Path]:
-    """Rename the journal's files to `<name>.damaged-<stamp>`, keep the newest few sets, return the new names."""
-    moved = []
+def keep_aside(database: Path, *, stamp: str) -> list[Path]:
+    """Keep the journal's files as `<name>.damaged-<stamp>`, and no more than the newest few sets; return the new names.
+
+    They are kept as they are only before SQLite closes the database: what it would then write goes into the file that
+    stays behind under the old name, and the log that it would remove has another one.
+    """
+    kept = []
     for path in companions(database):
         if path.exists():
             target = path.with_name(f"{path.name}.damaged-{stamp}")
-            path.rename(target)
-            moved.append(target)
+            if path != database or not _copied(path, target):
+                path.rename(target)
+            kept.append(target)
     for path in companions(database):
         old = sorted(path.parent.glob(f"{path.name}.damaged-*"))
         for extra in old[:-KEPT_SET_ASIDE]:
             extra.unlink()
     sync_folder(database.parent)
-    return moved
+    return kept
+
+
+def _copied(path: Path, target: Path) -> bool:
+    """Copy a file; leave nothing where there is no room for it. The log beside it then still holds every change."""
+    try:
+        _copy(path, target)
+    except OSError:
+        target.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _copy(path: Path, target: Path) -> None:
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with path.open("rb") as source, os.fdopen(descriptor, "wb") as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 def companions(database: Path) -> tuple[Path, ...]:

@@ -6,6 +6,8 @@ Each takes the state folder's lock, so that it never works under a running daemo
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,13 +19,16 @@ from bettercompute.daemon.config import Config
 from bettercompute.daemon.identity import Identity, IdentityStore
 from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.daemon.join import Dial, JoinSettings, join
-from bettercompute.daemon.journal import JournalDatabase
-from bettercompute.daemon.journal_files import FolderLock, prepare_folder
-from bettercompute.daemon.journal_records import JournalDamagedError
-from bettercompute.errors import Refused
+from bettercompute.daemon.journal import DATABASE_NAME, JournalDatabase
+from bettercompute.daemon.journal_files import FolderLock, companions, prepare_folder
+from bettercompute.daemon.journal_records import LIMITS, JournalContents, JournalDamagedError
+from bettercompute.errors import Refused, Unavailable
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.session.effects import StoreTime
 from bettercompute.world import World
+
+# A journal at its bound, and a log that has grown as large.
+COPY_BYTES_MAX = 2 * LIMITS.max_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,26 +67,51 @@ async def join_here(joining: Joining) -> Identity:
 def check_journal(state_dir: Path) -> dict[str, object]:
     """Read the whole journal and return what it holds, or what is wrong with it, without changing anything."""
     with _locked(state_dir):
-        database = JournalDatabase(state_dir)
-        if not database.path.exists():
-            raise refuse(Reason.INVALID_CONFIG, f"{database.path} does not exist: this node has not run yet")
+        path = state_dir / DATABASE_NAME
+        if not any(companion.exists() for companion in companions(path)):
+            raise refuse(Reason.INVALID_CONFIG, f"{path} does not exist: this node has not run yet")
         try:
-            contents = database.check()
+            contents = _checked_copy(path)
         except JournalDamagedError as damage:
-            return {"sound": False, "file": str(database.path), "why": str(damage)}
-        finally:
-            database.close()
+            return {"sound": False, "file": str(path), "why": str(damage)}
         unfinished = sum(1 for entry in contents.commands if not entry.done)
         return {
             "sound": True,
-            "file": str(database.path),
+            "file": str(path),
             "journal_id": contents.meta.journal_id,
             "commands": contents.meta.commands,
             "unfinished_commands": unfinished,
             "results_not_acked": sum(1 for entry in contents.commands if entry.done and not entry.acked),
             "events_not_acked": contents.meta.events,
-            "bytes": database.path.stat().st_size,
+            "bytes": path.stat().st_size,
         }
+
+
+def _checked_copy(path: Path) -> JournalContents:
+    """Read a copy of a journal: to open and close the journal itself would write its log into it."""
+    size_bytes = sum(companion.stat().st_size for companion in companions(path) if companion.exists())
+    if size_bytes > COPY_BYTES_MAX:
+        raise refuse(
+            Reason.INVALID_CONFIG,
+            f"{path} and the files beside it have {size_bytes} bytes, which no journal has (at most {COPY_BYTES_MAX}): "
+            "move them away, and look at what wrote them",
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix="bcd-journal-") as folder:
+            for companion in companions(path):
+                if companion.exists():
+                    shutil.copyfile(companion, Path(folder, companion.name))
+            copy = JournalDatabase(Path(folder))
+            try:
+                return copy.check()
+            finally:
+                copy.close()
+    except OSError as error:
+        raise Unavailable(
+            f"{path} is checked as a copy, which cannot be made: {error}: make {path.parent} readable for this user, "
+            f"and have {size_bytes} bytes free in {tempfile.gettempdir()} (or set TMPDIR elsewhere)",
+            reason="journal-copy",
+        ) from error
 
 
 def reset_clock(state_dir: Path, *, world: World) -> tuple[int, int]:
@@ -95,6 +125,7 @@ def reset_clock(state_dir: Path, *, world: World) -> tuple[int, int]:
         database = JournalDatabase(state_dir)
         if database.path.exists():
             try:
+                _checked_copy(database.path)  # a damaged one is kept as it is
                 was_ms = max(was_ms, database.check().meta.time_mark_ms)
                 database.apply([StoreTime(now_ms, now_ms)])
             except JournalDamagedError as damage:

@@ -58,8 +58,8 @@ class Negotiated:
 def negotiate(gateway: ProtocolRange, *, proto_min: int, proto_max: int) -> Negotiated:
     """Return the highest version inside the gateway's range and the one that a Hello names.
 
-    The daemon's range is a claim: one of versions that nobody speaks any more (0 to 0) or yet overlaps nothing. One that
-    is upside down, which `session.opening` refuses, would not either.
+    The daemon's range is a claim: one of versions that nobody speaks any more (0 to 0), or yet, overlaps nothing. Nor
+    would one that is upside down, which `session.opening` refuses.
     """
     highest = min(gateway.max, proto_max)
     if highest >= max(gateway.min, proto_min):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from bettercompute.cli import bcd
+from bettercompute.daemon import maintenance
 from bettercompute.daemon.journal import JournalDatabase
 from bettercompute.daemon.journal_records import (
     AppendEvents,
@@ -17,6 +24,7 @@ from bettercompute.daemon.journal_records import (
 )
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.journal_rules import JournalEntry
+from bettercompute.errors import BetterComputeError
 from bettercompute.session.effects import (
     AcceptCommand,
     AckCommands,
@@ -123,3 +131,41 @@ def write_story(folder: Path, boundary: int) -> None:
         database.apply(writes)
         os.write(told, b".")
     database.close()
+
+
+def write_and_die(folder: Path) -> None:
+    """Write the story, half of it in the database and half in its log, and end without closing anything."""
+    database, _ = open_journal(folder, limits=replace(SMALL, wal_bytes=SMALL.max_bytes))
+    steps = story(4)
+    for number, writes in enumerate(steps):
+        if number == len(steps) // 2:
+            database._connection.execute("PRAGMA wal_checkpoint")
+        database.apply(writes)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_as(user_id: int, folder: Path, told: Connection) -> None:
+    """Open the journal as another user; tell what was set aside, or the refusal."""
+    _become(user_id)
+    try:
+        database, contents = open_journal(folder)
+        database.close()
+        told.send(("opened", contents.set_aside))
+    except BetterComputeError as error:
+        told.send((error.reason, error.message))
+
+
+def check_as(user_id: int, config_file: Path, told: Connection) -> None:
+    """Run `bcd journal check` as another user; tell its exit code and what it wrote."""
+    _become(user_id)
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out):
+        code = bcd.run(["journal", "check", "--config", str(config_file)])
+    told.send((code, out.getvalue()))
+
+
+def _become(user_id: int) -> None:
+    assert maintenance.__name__ in sys.modules, "imported before: that user may not reach Python's own files"
+    os.setgroups([])
+    os.setgid(user_id)
+    os.setuid(user_id)
