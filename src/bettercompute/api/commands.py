@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StringConstraints
 
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.enqueue import BATCH_NODES_MAX, Wanted, enqueue
-from bettercompute.api.paging import PAGE_ROWS, After, Limit, Page, command_state
+from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page, command_state
 from bettercompute.api.shapes import CommandShape, command_shape
+from bettercompute.api.storable import Id, JsonObject, Text
 from bettercompute.delivery.commands import TERMINAL
-from bettercompute.protocol.limits import MAX_NAME_CHARS, MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
+from bettercompute.errors import Refused
+from bettercompute.protocol.limits import MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.store import commands, controller_runs
+from bettercompute.store import commands, controller_runs, nodes
 
 NOT_AFTER_MS = 24 * 3_600_000
 # Longer than proxies keep a silent request.
 WAIT_MS_MAX = 30_000
+
+IdempotencyKey = Annotated[Id, StringConstraints(max_length=255)]
 
 router = APIRouter(prefix="/v1", tags=["commands"])
 
@@ -27,9 +31,9 @@ router = APIRouter(prefix="/v1", tags=["commands"])
 class RunRequest(BaseModel):
     """Run a kind on named nodes, or on all."""
 
-    kind: str
-    payload: dict[str, Any] = Field(default_factory=dict)
-    nodes: Annotated[list[str], Field(max_length=BATCH_NODES_MAX)] | None = None
+    kind: Text
+    payload: JsonObject = Field(default_factory=dict)
+    nodes: Annotated[list[Id], Field(max_length=BATCH_NODES_MAX)] | None = None
     all: bool = False
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None
     not_after_ms: Annotated[int, Field(ge=1, le=MAX_NOT_AFTER_MS)] = NOT_AFTER_MS
@@ -54,7 +58,7 @@ class RunAnswer(BaseModel):
 class CancelRequest(BaseModel):
     """Why, for the node's log and the audit log."""
 
-    reason: Annotated[str, Field(max_length=MAX_NAME_CHARS)] = ""
+    reason: Text = ""
 
 
 class CancelAnswer(BaseModel):
@@ -88,7 +92,7 @@ async def run(
     request: RunRequest,
     context: Context,
     caller: Annotated[Principal, Depends(require(Role.OPERATOR))],
-    idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+    idempotency_key: Annotated[IdempotencyKey | None, Header()] = None,
 ) -> RunAnswer:
     """Enqueue a command for each node."""
     if request.all == bool(request.nodes):
@@ -109,15 +113,19 @@ async def run(
 async def list_commands(
     context: Context,
     _: Annotated[Principal, Depends(require(Role.VIEWER))],
-    after: After = None,
+    after: AfterId = None,
     limit: Limit = PAGE_ROWS,
-    node_id: str | None = None,
-    kind: str | None = None,
-    state: str | None = None,
-    batch_id: str | None = None,
+    node_id: Id | None = None,
+    kind: Text | None = None,
+    state: Text | None = None,
+    batch_id: Id | None = None,
 ) -> Page[CommandShape]:
     """List commands, the newest first; those of one batch in the order in which they were made."""
+    if node_id is not None and await nodes.get(context.database, node_id=node_id) is None:
+        raise refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")
     if batch_id is not None:
+        if not await commands.list_batch(context.database, batch_id=batch_id, page_size=1):
+            raise _no_batch(batch_id)
         page = await commands.list_batch(context.database, batch_id=batch_id, after=after or "", page_size=limit)
     else:
         page = await commands.list_page(
@@ -137,7 +145,7 @@ async def list_commands(
 
 @router.get("/commands/{command_id}")
 async def get_command(
-    command_id: str, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
+    command_id: Id, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
 ) -> CommandShape:
     """Return one command with its result."""
     command = await commands.get(context.database, command_id=command_id)
@@ -148,7 +156,7 @@ async def get_command(
 
 @router.post("/commands/{command_id}/cancel")
 async def cancel(
-    command_id: str,
+    command_id: Id,
     request: CancelRequest,
     context: Context,
     caller: Annotated[Principal, Depends(require(Role.OPERATOR))],
@@ -175,12 +183,13 @@ async def cancel(
 
 @router.get("/batches/{batch_id}")
 async def get_batch(
-    batch_id: str,
+    batch_id: Id,
     context: Context,
     _: Annotated[Principal, Depends(require(Role.VIEWER))],
     wait_ms: Annotated[int, Query(ge=0, le=WAIT_MS_MAX, description="Wait this long for news.")] = 0,
     open_: Annotated[
-        int | None, Query(alias="open", description="How many were open when last asked: fewer is news.")
+        int | None,
+        Query(alias="open", ge=0, le=BATCH_NODES_MAX, description="How many were open when last asked: fewer is news."),
     ] = None,
 ) -> Batch:
     """Return how each command of a run stands, at once or as soon as one more of them has ended."""
@@ -193,10 +202,14 @@ async def get_batch(
         await context.finished.wait(timeout_s=left_ms / 1000)
 
 
+def _no_batch(batch_id: str) -> Refused:
+    return refuse(Reason.NOT_FOUND, f"no batch {batch_id}: `commands list` shows the latest commands with theirs")
+
+
 async def _batch(context: ApiContext, batch_id: str) -> Batch:
     rows = await commands.states_of_batch(context.database, batch_id=batch_id)
     if not rows:
-        raise refuse(Reason.NOT_FOUND, f"no batch {batch_id}")
+        raise _no_batch(batch_id)
     items = [
         BatchItem(
             id=row.command_id,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.json_format import ParseDict, ParseError
-
+from bettercompute.api import payloads
 from bettercompute.api.context import ApiContext
+from bettercompute.api.invalid import shown
 from bettercompute.pki.identity import role_of
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import encode_message
@@ -47,9 +47,12 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
     """
     kind = KINDS.get(wanted.kind)
     if kind is None:
-        raise refuse(Reason.BAD_REQUEST, f"kind {wanted.kind!r} is not known; there are {', '.join(sorted(KINDS))}")
-    payload = _payload(kind, wanted.payload)
+        raise refuse(
+            Reason.BAD_REQUEST, f"kind {shown(wanted.kind)} is not known; there are {', '.join(sorted(KINDS))}"
+        )
+    payload = payloads.read(kind, wanted.payload)
     node_ids = await _nodes(context, kind, wanted.node_ids)
+    _check_size(payload, nodes_count=len(node_ids))
     timeout_ms = wanted.timeout_ms or kind.timeout_ms
     async with context.database.transaction() as transaction:
         if wanted.idempotency_key is not None:
@@ -97,14 +100,14 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
     return answer
 
 
-def _payload(kind: CommandKind, value: Mapping[str, Any]) -> messages.ProtoMessage:
-    try:
-        return ParseDict(dict(value), kind.payload())
-    except ParseError as error:
-        fields = ", ".join(field.name for field in kind.payload.DESCRIPTOR.fields) or "none"
+def _check_size(payload: messages.ProtoMessage, *, nodes_count: int) -> None:
+    batch_bytes = payload.ByteSize() * nodes_count
+    if batch_bytes > BATCH_BYTES_MAX:
         raise refuse(
-            Reason.BAD_REQUEST, f"payload of {kind.name}: {str(error)[:300]}; its fields are: {fields}"
-        ) from None
+            Reason.BAD_REQUEST,
+            f"a payload of {payload.ByteSize()} bytes for {nodes_count} nodes is {batch_bytes} bytes: one run takes at "
+            f"most {BATCH_BYTES_MAX}; name the nodes in several runs",
+        )
 
 
 async def _nodes(context: ApiContext, kind: CommandKind, node_ids: Sequence[str] | None) -> list[str]:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.shapes import GatewayDetail, GatewayShape, gateway_fields
+from bettercompute.api.storable import Id
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import leases
 from bettercompute.store.leases import Lease
@@ -29,7 +30,7 @@ async def list_gateways(
 
 @router.get("/{gateway_id}")
 async def get_gateway(
-    gateway_id: str, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
+    gateway_id: Id, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
 ) -> GatewayDetail:
     """Return one gateway, also a retired one, with the nodes that it holds."""
     return await _detail(context, await _lease(context, gateway_id))
@@ -37,7 +38,7 @@ async def get_gateway(
 
 @router.post("/{gateway_id}/drain")
 async def drain(
-    gateway_id: str, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
+    gateway_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
 ) -> GatewayDetail:
     """Ask a gateway to refuse new sessions and to send the ones it has elsewhere, spread over time."""
     async with context.database.transaction() as transaction:
@@ -49,7 +50,7 @@ async def drain(
 
 @router.delete("/{gateway_id}/drain")
 async def undo_drain(
-    gateway_id: str, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
+    gateway_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
 ) -> GatewayDetail:
     """Let a gateway take sessions again; those that have left stay where they are."""
     async with context.database.transaction() as transaction:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
-from bettercompute.api.paging import PAGE_ROWS, After, Limit, Page
+from bettercompute.api.paging import PAGE_ROWS, AfterNode, Limit, Page
 from bettercompute.api.shapes import NodeDetail, NodeShape, node_detail, node_fields
-from bettercompute.pki.identity import check_role
+from bettercompute.api.storable import Id, Storable, Text
+from bettercompute.pki.identity import check_role, check_site
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import conditions, controller_runs, inventory, nodes
 
@@ -26,9 +27,9 @@ router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
 class ProvisionRequest(BaseModel):
     """A joined identity is wanted for this certificate request."""
 
-    csr_pem: Annotated[str, Field(max_length=CSR_PEM_CHARACTERS_MAX)]
-    site: str | None = None
-    role: str = "node"
+    csr_pem: Annotated[str, Field(max_length=CSR_PEM_CHARACTERS_MAX), Storable]
+    site: Text | None = None
+    role: Text = "node"
     replace: bool = False
     """Take the identity of a node that there is: its certificates are revoked and its session ends."""
 
@@ -47,18 +48,18 @@ class ProvisionAnswer(BaseModel):
 async def list_nodes(
     context: Context,
     _: Annotated[Principal, Depends(require(Role.VIEWER))],
-    after: After = None,
+    after: AfterNode = None,
     limit: Limit = PAGE_ROWS,
-    site: str | None = None,
-    role: str | None = None,
-    state: Annotated[str | None, Query(pattern="^(joined|connected|disconnected|unreachable)$")] = None,
+    site: Text | None = None,
+    role: Text | None = None,
+    state: Literal["joined", "connected", "disconnected", "unreachable"] | None = None,
 ) -> Page[NodeShape]:
     """List nodes in the order of their ids."""
     page = await nodes.list_page(
         context.database,
         after=after or "",
         page_size=limit,
-        site=site,
+        site=None if site is None else check_site(site),
         role=None if role is None else check_role(role),
         state=state,
     )
@@ -70,9 +71,7 @@ async def list_nodes(
 
 
 @router.get("/{node_id}")
-async def get_node(
-    node_id: str, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
-) -> NodeDetail:
+async def get_node(node_id: Id, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]) -> NodeDetail:
     """Return one node with its conditions and inventory."""
     node = await nodes.get(context.database, node_id=node_id)
     if node is None:
@@ -85,7 +84,7 @@ async def get_node(
 
 @router.post("/{node_id}/provision")
 async def provision(
-    node_id: str,
+    node_id: Id,
     request: ProvisionRequest,
     context: Context,
     caller: Annotated[Principal, Depends(require(Role.ADMIN))],

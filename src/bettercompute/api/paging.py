@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import Query
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 
+from bettercompute.api.invalid import shown
+from bettercompute.api.storable import Id
 from bettercompute.delivery.commands import CommandState
+from bettercompute.pki.identity import is_name
 from bettercompute.protocol.statuses import Reason, refuse
 
 PAGE_ROWS_MAX = 500
 PAGE_ROWS = 100
 
 Limit = Annotated[int, Query(ge=1, le=PAGE_ROWS_MAX, description="Rows of a page.")]
-After = Annotated[str | None, Query(max_length=256, description="`next` of the page before.")]
+
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+_NO_CURSOR = "that is no place in this list; pass `next` of the page before as it came"
+
+
+def _check_after_id(text: str) -> str:
+    if _UUID.fullmatch(text) is None:
+        raise ValueError(_NO_CURSOR)
+    return text
+
+
+def _check_after_node(text: str) -> str:
+    if not is_name(text):
+        raise ValueError(_NO_CURSOR)
+    return text
+
+
+_AFTER = Query(description="`next` of the page before.")
+AfterId = Annotated[Annotated[Id, AfterValidator(_check_after_id)] | None, _AFTER]
+AfterNode = Annotated[Annotated[Id, AfterValidator(_check_after_node)] | None, _AFTER]
 
 Item = TypeVar("Item")
 
@@ -32,4 +55,4 @@ def command_state(name: str) -> CommandState:
         return CommandState[name.upper()]
     except KeyError:
         names = ", ".join(state.name.lower() for state in CommandState)
-        raise refuse(Reason.BAD_REQUEST, f"state {name!r}: one of {names}") from None
+        raise refuse(Reason.BAD_REQUEST, f"state {shown(name)}: one of {names}") from None

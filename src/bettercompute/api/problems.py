@@ -11,8 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from bettercompute.errors import BetterComputeError
-from bettercompute.protocol.statuses import Status
+from bettercompute.api import invalid
+from bettercompute.errors import BetterComputeError, Bug, Unavailable
+from bettercompute.protocol.statuses import Reason, Status
+from bettercompute.store.database import StatementFailed
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -33,13 +35,43 @@ _HTTP = {
 }
 
 
+# Reasons of what the framework, or `bounds` through it, refuses.
+_REASONS = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "too-large", HTTPStatus.REQUEST_TIMEOUT: "slow-body"}
+
+# SQLSTATE class 22, data exception: the statement is right, a value that it was given is not.
+_DATA_EXCEPTION = "22"
+
+
 def problem(
     status: int, detail: str, *, reason: str, headers: dict[str, str] | None = None, **more: Any
 ) -> JSONResponse:
     """Return the response for one problem; `more` are members of its own."""
     title = HTTPStatus(status).phrase
+    # A foreign text with half of a surrogate pair must not fail the answer that refuses it.
+    detail = detail.encode("utf-8", "backslashreplace").decode()
     body = {"type": "about:blank", "title": title, "status": int(status), "detail": detail, "reason": reason, **more}
     return JSONResponse(body, status_code=status, media_type=MEDIA_TYPE, headers=headers)
+
+
+def answer(error: BetterComputeError) -> JSONResponse:
+    """Return the problem document of one of our errors; what only concerns us is logged and not told."""
+    if isinstance(error, StatementFailed) and error.sqlstate.startswith(_DATA_EXCEPTION):
+        _log.warning("a value that the database cannot hold came through the api", error=str(error))
+        detail = "a value in this request cannot be stored: send plain text without NUL, and numbers within their range"
+        return problem(HTTPStatus.BAD_REQUEST, detail, reason=Reason.BAD_REQUEST)
+    if isinstance(error, Bug):
+        return _fault(error)
+    detail = error.message
+    if isinstance(error, Unavailable) and error.reason == Reason.DATABASE:
+        _log.warning("the api cannot use the database", error=str(error))
+        detail = "the database cannot serve this now: try again soon; the control plane's log says why"
+    status = _HTTP.get(Status(error.status), HTTPStatus.INTERNAL_SERVER_ERROR)
+    headers = {}
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    if error.pushback_ms is not None:
+        headers["retry-after"] = str(-(-error.pushback_ms // 1000))
+    return problem(status, detail, reason=str(error.reason), headers=headers)
 
 
 def install(app: FastAPI) -> None:
@@ -47,32 +79,38 @@ def install(app: FastAPI) -> None:
 
     async def ours(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, BetterComputeError)
-        status = _HTTP.get(Status(error.status), HTTPStatus.INTERNAL_SERVER_ERROR)
-        headers = {}
-        if status == HTTPStatus.UNAUTHORIZED:
-            headers["www-authenticate"] = "Bearer"
-        if error.pushback_ms is not None:
-            headers["retry-after"] = str(-(-error.pushback_ms // 1000))
-        return problem(status, error.message, reason=str(error.reason), headers=headers)
+        return answer(error)
 
-    async def invalid(_: Request, error: Exception) -> JSONResponse:
+    async def validation(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        clauses = [
-            f"{'.'.join(str(part) for part in item['loc'])}: {str(item['msg'])[:200]}" for item in error.errors()[:20]
-        ]
-        return problem(HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(clauses), reason="invalid-request")
+        errors = error.errors()
+        status = HTTPStatus.UNPROCESSABLE_ENTITY if invalid.in_body(errors) else HTTPStatus.BAD_REQUEST
+        return problem(status, invalid.sentences(errors), reason="invalid-request")
 
-    async def http(_: Request, error: Exception) -> JSONResponse:
+    async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, ValueError | RecursionError):  # of the JSON parser, by FastAPI's hand
+            detail = f"the body is no JSON that can be read (not UTF-8, or nested too deeply): {invalid.NOT_JSON}"
+            return problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, reason="invalid-request")
+        detail = str(error.detail)
+        if error.status_code in {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED}:
+            detail = (
+                f"there is no {request.method} {invalid.shown(request.url.path)}: /openapi.json lists what there is"
+            )
         headers = dict(error.headers) if error.headers else None
-        return problem(error.status_code, str(error.detail), reason="http", headers=headers)
+        reason = _REASONS.get(HTTPStatus(error.status_code), "http")
+        return problem(error.status_code, detail, reason=reason, headers=headers)
 
-    async def bug(request: Request, error: Exception) -> JSONResponse:
-        _log.error("api request failed", path=request.url.path, error=repr(error), exc_info=error)
-        detail = "the control plane failed at this request; its log says why"
-        return problem(HTTPStatus.INTERNAL_SERVER_ERROR, detail, reason="bug")
+    async def bug(_: Request, error: Exception) -> JSONResponse:
+        return _fault(error)
 
     app.add_exception_handler(BetterComputeError, ours)
-    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, bug)
+
+
+def _fault(error: Exception) -> JSONResponse:
+    _log.error("api request failed", error=repr(error), exc_info=error)
+    detail = "the control plane failed at this request; its log says why"
+    return problem(HTTPStatus.INTERNAL_SERVER_ERROR, detail, reason="bug")

@@ -9,8 +9,9 @@ from pydantic import BaseModel, Field
 
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
-from bettercompute.api.paging import PAGE_ROWS, After, Limit, Page
+from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page
 from bettercompute.api.shapes import TokenShape, token_shape
+from bettercompute.api.storable import Id, Text
 from bettercompute.pki import join_token
 from bettercompute.pki.identity import check_node_id, check_role, check_site
 from bettercompute.protocol.statuses import Reason, refuse
@@ -26,9 +27,9 @@ router = APIRouter(prefix="/v1/tokens", tags=["tokens"])
 class TokenRequest(BaseModel):
     """A join token is wanted."""
 
-    site: str | None = None
-    role: str = "node"
-    node_id: str | None = None
+    site: Text | None = None
+    role: Text = "node"
+    node_id: Text | None = None
     ttl_ms: Annotated[int, Field(ge=1_000, le=TTL_MS_MAX)] = TTL_MS
 
 
@@ -79,7 +80,7 @@ async def create(
 async def list_tokens(
     context: Context,
     _: Annotated[Principal, Depends(require(Role.OPERATOR))],
-    after: After = None,
+    after: AfterId = None,
     limit: Limit = PAGE_ROWS,
 ) -> Page[TokenShape]:
     """List tokens, the newest first."""
@@ -89,7 +90,7 @@ async def list_tokens(
 
 @router.delete("/{token_id}")
 async def revoke(
-    token_id: str, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
+    token_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
 ) -> TokenShape:
     """Make an unused token unusable."""
     async with context.database.transaction() as transaction:
