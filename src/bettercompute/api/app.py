@@ -7,6 +7,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import bettercompute
 from bettercompute.api import commands, gateways, nodes, problems, tokens
+from bettercompute.api.auth import Principal, authenticate
+from bettercompute.api.bounds import Bounds
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.store import controller_runs
 
@@ -42,6 +44,11 @@ def create_app(context: ApiContext) -> FastAPI:
         redoc_url=None,
     )
     app.state.context = context
+
+    async def admit(authorization: str) -> Principal:
+        return await authenticate(context.database, authorization)
+
+    app.add_middleware(Bounds, admit=admit)
     problems.install(app)
     for part in (router, nodes.router, commands.router, tokens.router, gateways.router):
         app.include_router(part)

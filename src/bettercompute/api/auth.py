@@ -9,9 +9,10 @@ from enum import IntEnum
 
 from fastapi import Request
 
-from bettercompute.errors import Refused
-from bettercompute.protocol.statuses import Reason, Status
+from bettercompute.errors import Bug
+from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import api_tokens
+from bettercompute.store.database import Queries
 
 TOKEN_CHARACTERS_MAX = 512
 
@@ -37,22 +38,27 @@ def token_sha256(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
+async def authenticate(queries: Queries, authorization: str) -> Principal:
+    """Return whose token an `authorization` header carries. Raises `Refused` when there is none that is good."""
+    scheme, _, token = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not token or len(token) > TOKEN_CHARACTERS_MAX:
+        raise refuse(Reason.UNAUTHENTICATED, "a bearer token is needed")
+    found = await api_tokens.find(queries, sha256=token_sha256(token.strip()))
+    if found is None:
+        raise refuse(Reason.UNAUTHENTICATED, "this token is not known")
+    return Principal(name=found.name, role=Role[found.role.upper()])
+
+
 def require(role: Role) -> Callable[[Request], Awaitable[Principal]]:
-    """Return a dependency that gives the caller's `Principal`, or refuses one below `role`."""
+    """Return a dependency that gives the caller's `Principal`, as `bounds` found it, or refuses one below `role`."""
 
     async def principal(request: Request) -> Principal:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not token or len(token) > TOKEN_CHARACTERS_MAX:
-            raise Refused("a bearer token is needed", status=Status.UNAUTHENTICATED, reason=Reason.UNAUTHENTICATED)
-        found = await api_tokens.find(request.app.state.context.database, sha256=token_sha256(token.strip()))
-        if found is None:
-            raise Refused("this token is not known", status=Status.UNAUTHENTICATED, reason=Reason.UNAUTHENTICATED)
-        caller = Principal(name=found.name, role=Role[found.role.upper()])
+        caller = getattr(request.state, "principal", None)
+        if not isinstance(caller, Principal):
+            raise Bug(f"{request.url.path} asks for a role, and nobody was authenticated for it")
         if caller.role < role:
-            raise Refused(
-                f"{caller.name} is {caller.role.name.lower()}; this needs {role.name.lower()}",
-                status=Status.PERMISSION_DENIED,
-                reason=Reason.ACCESS_DENIED,
+            raise refuse(
+                Reason.ACCESS_DENIED, f"{caller.name} is {caller.role.name.lower()}; this needs {role.name.lower()}"
             )
         return caller
 
