@@ -76,7 +76,7 @@ class Bounds:
         try:
             principal = await self._admit(Headers(scope=scope).get("authorization", ""))
         except BetterComputeError as error:
-            await answer(error)(scope, exchange.receive, exchange.send)
+            await answer(error, path=scope["path"])(scope, exchange.receive, exchange.send)
             return
         if self._open >= REQUESTS_MAX:
             await _overloaded()(scope, exchange.receive, exchange.send)

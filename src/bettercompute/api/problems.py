@@ -53,17 +53,17 @@ def problem(
     return JSONResponse(body, status_code=status, media_type=MEDIA_TYPE, headers=headers)
 
 
-def answer(error: BetterComputeError) -> JSONResponse:
+def answer(error: BetterComputeError, *, path: str) -> JSONResponse:
     """Return the problem document of one of our errors; what only concerns us is logged and not told."""
     if isinstance(error, StatementFailed) and error.sqlstate.startswith(_DATA_EXCEPTION):
-        _log.warning("a value that the database cannot hold came through the api", error=str(error))
+        _log.warning("a value that the database cannot hold came through the api", path=path, error=str(error))
         detail = "a value in this request cannot be stored: send plain text without NUL, and numbers within their range"
         return problem(HTTPStatus.BAD_REQUEST, detail, reason=Reason.BAD_REQUEST)
     if isinstance(error, Bug):
-        return _fault(error)
+        return _fault(error, path=path)
     detail = error.message
     if isinstance(error, Unavailable) and error.reason == Reason.DATABASE:
-        _log.warning("the api cannot use the database", error=str(error))
+        _log.warning("the api cannot use the database", path=path, error=str(error))
         detail = "the database cannot serve this now: try again soon; the control plane's log says why"
     status = _HTTP.get(Status(error.status), HTTPStatus.INTERNAL_SERVER_ERROR)
     headers = {}
@@ -77,9 +77,9 @@ def answer(error: BetterComputeError) -> JSONResponse:
 def install(app: FastAPI) -> None:
     """Make every error of `app` a problem document; a fault of ours is logged and told without its inside."""
 
-    async def ours(_: Request, error: Exception) -> JSONResponse:
+    async def ours(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, BetterComputeError)
-        return answer(error)
+        return answer(error, path=request.url.path)
 
     async def validation(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -101,8 +101,8 @@ def install(app: FastAPI) -> None:
         reason = _REASONS.get(HTTPStatus(error.status_code), "http")
         return problem(error.status_code, detail, reason=reason, headers=headers)
 
-    async def bug(_: Request, error: Exception) -> JSONResponse:
-        return _fault(error)
+    async def bug(request: Request, error: Exception) -> JSONResponse:
+        return _fault(error, path=request.url.path)
 
     app.add_exception_handler(BetterComputeError, ours)
     app.add_exception_handler(RequestValidationError, validation)
@@ -110,7 +110,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, bug)
 
 
-def _fault(error: Exception) -> JSONResponse:
-    _log.error("api request failed", error=repr(error), exc_info=error)
+def _fault(error: Exception, *, path: str) -> JSONResponse:
+    _log.error("api request failed", path=path, error=repr(error), exc_info=error)
     detail = "the control plane failed at this request; its log says why"
     return problem(HTTPStatus.INTERNAL_SERVER_ERROR, detail, reason="bug")
