@@ -231,5 +231,5 @@ async def add_nodes(running: BenchStack, database: Database, *, count: int, pref
             serials,
             node_ids,
         )
-    await database.query("ANALYZE")
+    await database.query("ANALYZE nodes, node_sessions, node_certs")
     return made

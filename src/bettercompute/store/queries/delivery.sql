@@ -175,7 +175,7 @@ WITH asked AS MATERIALIZED (
   ORDER BY s.node_id
   FOR SHARE OF s
 ), chosen AS MATERIALIZED (
-  SELECT pending.id
+  SELECT pending.id, routed.*
   FROM routed JOIN asked ON asked.node_id = routed.node_id
   CROSS JOIN LATERAL (
     SELECT c.id FROM commands c
@@ -186,20 +186,23 @@ WITH asked AS MATERIALIZED (
     ORDER BY c.seq
     LIMIT asked.pending_limit) pending
   UNION ALL
-  SELECT held.id FROM routed JOIN unnest(:held_node_ids::text[], :held_ids::text[]) AS held (node_id, id)
+  SELECT held.id, routed.* FROM routed JOIN unnest(:held_node_ids::text[], :held_ids::text[]) AS held (node_id, id)
     ON held.node_id = routed.node_id
 ), locked AS MATERIALIZED (
-  SELECT c.id FROM commands c JOIN chosen ON chosen.id = c.id
-  WHERE c.cancel_requested_at IS NULL AND c.state IN (1, 2, 3, 4)
+  -- Judged below, by what was locked. A condition on the state would be estimated by statistics, which may be of a
+  -- moment when nothing was pending; then one row is expected, and thousands are joined in loops over whole tables.
+  SELECT c.id, c.state, c.cancel_requested_at, chosen.session_id, chosen.session_epoch, chosen.boot_id,
+    (c.session_id, c.session_epoch) = (chosen.session_id, chosen.session_epoch) AS in_session
+  FROM commands c JOIN chosen ON chosen.id = c.id AND chosen.node_id = c.node_id
   ORDER BY c.id
   FOR NO KEY UPDATE OF c
 )
 UPDATE commands c
-SET state = greatest(c.state, 2), session_id = routed.session_id, session_epoch = routed.session_epoch,
-  attempt = c.attempt + 1, sent_boot_id = routed.boot_id, dispatched_at = compute_now()
-FROM locked, routed
-WHERE c.id = locked.id AND routed.node_id = c.node_id
-  AND (c.state = 1 OR (c.state IN (2, 3, 4) AND c.session_id = routed.session_id AND c.session_epoch = routed.session_epoch))
+SET state = greatest(c.state, 2), session_id = locked.session_id, session_epoch = locked.session_epoch,
+  attempt = c.attempt + 1, sent_boot_id = locked.boot_id, dispatched_at = compute_now()
+FROM locked
+WHERE c.id = locked.id AND locked.cancel_requested_at IS NULL
+  AND (locked.state = 1 OR (locked.state IN (2, 3, 4) AND locked.in_session))
 RETURNING c.id, c.node_id, c.session_id, c.kind, c.lane, c.seq, c.attempt, c.state, c.body, c.signature,
   c.batch_approval, c.batch_proof;
 
@@ -264,7 +267,8 @@ WHERE c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4) AND s.gateway_i
 -- other: a controller's move of pending commands whose deadline has passed, which no session has anything to do with
 WITH overdue AS MATERIALIZED (
   SELECT c.id FROM commands c
-  WHERE c.state = 1 AND c.not_after <= compute_now()
+  -- The second bound excludes nothing: it names the index that only expiry may use.
+  WHERE c.state = 1 AND c.not_after <= compute_now() AND c.not_after < 'infinity'
   ORDER BY c.not_after
   LIMIT :batch
 ), locked AS MATERIALIZED (
