@@ -18,7 +18,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 
 
 def write_identity(
-    client: ApiClient, *, node_id: str, site: str | None, role: str, replace: bool, out: Path
+    client: ApiClient, *, node_id: str, site: str | None, role: str, out: Path, replace: bool = False
 ) -> dict[str, Any]:
     """Write `node.pem`, `node.key`, `serving-ca.pem`, `trust-bundle.bin` and `identity.json` into `out`.
 
