@@ -14,6 +14,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.frames import decode_message
 from bettercompute.protocol.limits import MAX_OUTPUT_BYTES
 from bettercompute.session.gateway_side import DispatchDemand
+from bettercompute.session.hello_plan import HeldCommand
 from bettercompute.store import channels
 from bettercompute.store.database import Queries
 from bettercompute.store.sessions import Lease, SessionKey
@@ -254,6 +255,23 @@ async def dispatch(queries: Queries, demands: Sequence[DispatchDemand], *, lease
         for row in rows
     ]
     return sorted(marked, key=lambda item: (item.node_id, item.command.seq))
+
+
+async def marked(queries: Queries, keys: Sequence[SessionKey]) -> dict[str, list[HeldCommand]]:
+    """Return what is marked for these sessions and not acked yet, by node and in seq order."""
+    rows = await queries.fetch(
+        "delivery.marked",
+        node_ids=[key.node_id for key in keys],
+        session_ids=[key.session_id for key in keys],
+        session_epochs=[key.epoch for key in keys],
+    )
+    found: dict[str, list[HeldCommand]] = {}
+    for row in rows:
+        command = HeldCommand(
+            command_id=row["id"], kind=row["kind"], lane=row["lane"], seq=row["seq"], signed=row["signed"]
+        )
+        found.setdefault(row["node_id"], []).append(command)
+    return found
 
 
 async def put_back(

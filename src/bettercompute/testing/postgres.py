@@ -12,7 +12,8 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
 from bettercompute.store import embedded, migrations
-from bettercompute.store.database import Queries, ThreadConnection
+from bettercompute.store.database import Queries
+from bettercompute.testing.thread_connection import ThreadConnection
 
 # Cheap, but the same program: a test kills processes, never the operating system under them.
 CHEAP_SETTINGS = {

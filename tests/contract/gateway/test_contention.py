@@ -15,11 +15,12 @@ from bettercompute.gateway.gateway import Gateway
 from bettercompute.protocol import messages
 from bettercompute.session.gateway_state import DispatchDemand, LaneDemand
 from bettercompute.store import delivery, leases
-from bettercompute.store.database import GATEWAY_LIMITS, LEASE_LIMITS, Database, ThreadConnection
+from bettercompute.store.database import GATEWAY_LIMITS, LEASE_LIMITS, Database
 from bettercompute.store.sessions import Lease
 from bettercompute.testing.fake_daemon import FakeDaemon
 from bettercompute.testing.fake_dial import in_memory
 from bettercompute.testing.profiles import Answer
+from bettercompute.testing.thread_connection import ThreadConnection
 from tests.contract.gateway.rig import WAIT_S, Rig
 
 AT_ONCE = 64

@@ -15,9 +15,10 @@ import pytest
 
 from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.store import embedded, embedded_binaries
-from bettercompute.store.database import Database, ThreadConnection
+from bettercompute.store.database import Database
 from bettercompute.system import system_world
 from bettercompute.testing.postgres import CHEAP_SETTINGS
+from bettercompute.testing.thread_connection import ThreadConnection
 
 INITDB = ("--no-sync",)
 

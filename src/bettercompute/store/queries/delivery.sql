@@ -206,6 +206,14 @@ WHERE c.id = locked.id AND locked.cancel_requested_at IS NULL
 RETURNING c.id, c.node_id, c.session_id, c.kind, c.lane, c.seq, c.attempt, c.state, c.body, c.signature,
   c.batch_approval, c.batch_proof;
 
+-- name: delivery.marked
+-- other: read; what is marked for these sessions and not acked, after a dispatch whose outcome was not heard
+SELECT c.node_id, c.id, c.kind, c.lane::int AS lane, c.seq, c.signature IS NOT NULL AS signed
+FROM unnest(:node_ids::text[], :session_ids::text[], :session_epochs::bigint[]) AS u (node_id, session_id, session_epoch)
+JOIN commands c ON c.node_id = u.node_id AND c.session_id = u.session_id AND c.session_epoch = u.session_epoch
+WHERE c.state = 2
+ORDER BY c.node_id, c.seq;
+
 -- name: delivery.put_back
 -- fenced
 WITH said AS MATERIALIZED (
