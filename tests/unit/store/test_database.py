@@ -17,11 +17,11 @@ from bettercompute.store.database import (
     Limits,
     Locked,
     StatementFailed,
-    ThreadConnection,
     Transaction,
 )
 from bettercompute.system import system_world
 from bettercompute.testing.postgres import freeze_clock, move_clock
+from bettercompute.testing.thread_connection import ThreadConnection
 
 
 async def open_database(dsn, **options) -> Database:
