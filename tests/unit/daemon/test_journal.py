@@ -277,6 +277,7 @@ def test_truncation_is_noticed(written: tuple[Path, object]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # 200 s of one core: more than the limit of a test when others share it
 def test_truncation_at_every_byte_is_noticed(memory_folder: Path) -> None:
     source, _ = crashed(memory_folder, steps=2)
     folder = memory_folder / "damaged"
