@@ -27,7 +27,7 @@ from bettercompute.protocol.statuses import Reason
 from bettercompute.session import gateway_side
 from bettercompute.session.effects import PutBack
 from bettercompute.session.gateway_state import DispatchDemand
-from bettercompute.session.inputs import CancelRequested, CommandsMarked, PutBackCommitted, SpecPublished
+from bettercompute.session.inputs import CancelRequested, CommandsMarked, MarksFound, PutBackCommitted, SpecPublished
 from bettercompute.store import delivery, sessions
 from bettercompute.store.database import Conflict, Database
 from bettercompute.store.delivery import BusyCommand, MarkedCommand
@@ -43,6 +43,8 @@ POLL_S = 5.0
 LOOK_DELAY_S = 0.05
 SPEC_WINDOW_MS = 60_000
 RETRY_S = 0.5
+# As long as the server lets a statement of ours run whose connection is gone, and a second.
+UNSURE_MS = 6_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Dispatcher:
         self._look_at: dict[str, None] = {}
         self._requested_specs: dict[str, LiveSession] = {}
         self._busy: list[_Busy] = []
+        self._unsure_until_ms: dict[LiveSession, int] = {}
         self._woken = asyncio.Event()
         self._look = asyncio.Event()
         self._poll_now = asyncio.Event()
@@ -174,8 +177,10 @@ class Dispatcher:
             return
         try:
             marked = await delivery.dispatch(self._database, demands, lease=self._lease)
-        except BaseException:
+        except BaseException as error:
             self._named = {**dict.fromkeys(names), **self._named}
+            if isinstance(error, Unavailable) and not isinstance(error, Conflict):
+                self._note_unsure([live[demand.node_id] for demand in demands])
             raise
         saturated = _saturated(demands, marked)
         for demand in demands:
@@ -184,6 +189,25 @@ class Dispatcher:
             all_asked = len(demand.lanes) == len(session.state.lanes)
             session.nothing_pending = all_asked and demand.node_id not in saturated
         self._send(marked)
+
+    def _note_unsure(self, sessions: Iterable[LiveSession]) -> None:
+        """Look soon for marks of these sessions: the transaction may have been committed, or may be yet."""
+        until_ms = self._world.clock.monotonic_ms() + UNSURE_MS
+        self._unsure_until_ms.update(dict.fromkeys(sessions, until_ms))
+        asyncio.get_running_loop().call_later(RETRY_S, self._poll_now.set)
+
+    async def _find_marks(self) -> None:
+        """Give the sessions what was marked for them unheard, until the server can have nothing of it under way."""
+        unsure = {session: until for session, until in self._unsure_until_ms.items() if session.ending is None}
+        found = await delivery.marked(self._database, [session.key for session in unsure])
+        now_ms = self._world.clock.monotonic_ms()
+        for session in unsure:
+            session.give(MarksFound(tuple(found.get(session.node_id, ()))))
+        self._unsure_until_ms = {
+            session: until
+            for session, until in self._unsure_until_ms.items()
+            if session.ending is None and (until > now_ms or session not in unsure)
+        }
 
     def _send(self, marked: Sequence[MarkedCommand]) -> None:
         by_node: dict[str, list[MarkedCommand]] = {}
@@ -238,6 +262,8 @@ class Dispatcher:
                 await self._survive(self._poll())
 
     async def _poll(self) -> None:
+        if self._unsure_until_ms:
+            await self._find_marks()
         gateway_id = self._lease.gateway_id
         names = await delivery.nodes_with_work(self._database, gateway_id=gateway_id)
         names += await sessions.recently_published_specs(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from bettercompute.delivery import lanes
 from bettercompute.delivery.commands import OutgoingCommand
 from bettercompute.protocol.versions import UPGRADE_KIND
-from bettercompute.session.effects import GatewayEffect, SendFrame
+from bettercompute.session.effects import GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
 from bettercompute.session.hello_plan import HeldCommand
 from bettercompute.session.welcome import command_frame
@@ -80,6 +80,18 @@ def commands_marked(
         effects.append(SendFrame(command_frame(command)))
     held.sort(key=lambda command: command.seq)
     return replace(state, lanes=counted, sent=sent, held=tuple(held)), tuple(effects)
+
+
+def marks_found(
+    state: GatewaySession, commands: Iterable[HeldCommand]
+) -> tuple[GatewaySession, tuple[GatewayEffect, ...]]:
+    """Hold what is marked for this session and was never sent: it is marked and sent again, with its next attempt."""
+    known = {*state.sent, *(held.command_id for held in state.held)}
+    missed = [command for command in commands if command.command_id not in known]
+    if not missed:
+        return state, ()
+    held = sorted((*state.held, *missed), key=lambda command: command.seq)
+    return replace(state, held=tuple(held)), (PokeDispatch(),)
 
 
 def _may_go(state: GatewaySession, held: HeldCommand, kinds: frozenset[str] | None) -> bool:

@@ -18,7 +18,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.validation import validate_for_store
 from bettercompute.session import closing, inputs, liveness
 from bettercompute.session.closing import Cause
-from bettercompute.session.dispatch import commands_marked, wants
+from bettercompute.session.dispatch import commands_marked, marks_found, wants
 from bettercompute.session.effects import Close, GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_frames import frame_received, without
 from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
@@ -106,6 +106,8 @@ def _route(state: GatewaySession, given: inputs.GatewayInput, now_ms: int) -> Ou
             return commands_marked(state, commands)
         case inputs.FactsCommitted():
             return _facts_committed(state, given)
+        case inputs.MarksFound(commands):
+            return marks_found(state, commands)
         case inputs.PutBackCommitted():
             return state, (PokeDispatch(),)
         case inputs.CancelRequested(command_id, reason):

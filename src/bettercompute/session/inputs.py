@@ -14,6 +14,7 @@ from bettercompute.delivery.commands import CommandState, OutgoingCommand
 from bettercompute.delivery.desired_state import StoredSpec
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
+from bettercompute.session.hello_plan import HeldCommand
 
 # The gateway's side
 
@@ -73,6 +74,13 @@ class PutBackCommitted:
     """A command refused BUSY is pending again (or cancelled): dispatch may pick it once its `not_before` has passed."""
 
     command_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarksFound:
+    """What is marked for this session by its rows, read after a dispatch transaction whose outcome was not heard."""
+
+    commands: tuple[HeldCommand, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +198,7 @@ GatewayInput = (
     | CommandsMarked
     | FactsCommitted
     | PutBackCommitted
+    | MarksFound
     | CancelRequested
     | SpecPublished
     | Tick

@@ -256,10 +256,9 @@ class FakeDaemon:
         self.endings.append(ended)
         if ended.status is not None and not ended.welcomed:
             self.refusals += 1
-        drawn = min(self._world.dice.uniform(0, 1), 1 - 1e-9)
         outcome = self._step(
             StreamEnded(
-                drawn=drawn,
+                drawn=min(self._world.dice.uniform(0, 1), 1 - 1e-9),
                 status=ended.status,
                 reason=ended.reason,
                 pushback_ms=ended.pushback_ms,
@@ -275,6 +274,7 @@ class FakeDaemon:
             self._timer = None
 
     def _schedule(self) -> None:
+        self._stop_timer()
         delay_ms = daemon_side.next_tick_ms(self.state, now_ms=self._world.clock.monotonic_ms())
         self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000, self._tick)
 
@@ -295,17 +295,14 @@ class FakeDaemon:
         elif self.live and case == "cancel":
             self.commands.cancel(frame.cancel)
         else:
-            if case == "welcome":
-                # What has ended since Hello is owed as well.
+            if case == "welcome":  # what has ended since Hello is owed as well
                 self.state = replace(self.state, entries=self.commands.entries())
             if case == "ack":
                 self.commands.acked(frame.ack.command_ids)
                 self.on_ack(frame.ack)
             self._step(ServerFrameReceived(frame, self._world.clock.now_ms()))
         if case == "drain":
-            # It leaves when it was told to, not at the tick that was due anyway.
-            self._stop_timer()
-            self._schedule()
+            self._schedule()  # it leaves when it was told to, not at the tick that was due anyway
         self._look()
 
     def _step(self, given: DaemonInput) -> tuple[DaemonEffect, ...]:
@@ -322,7 +319,6 @@ class FakeDaemon:
             self._obey(effect)
         self._look()
         if self.live and not was_live and self._timer is not None:
-            self._timer.cancel()
             self._schedule()
         return outcome
 
@@ -402,9 +398,3 @@ class FakeDaemon:
                 waiter.set_result(None)
             else:
                 self._watchers.append((holds, waiter))
-
-
-def _clear(message: messages.Hello | messages.StatusReport, names: frozenset[str]) -> None:
-    for name in names:
-        if name in message.DESCRIPTOR.fields_by_name:
-            message.ClearField(name)  # type: ignore[arg-type] # the stubs list every name

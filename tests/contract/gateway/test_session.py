@@ -8,8 +8,11 @@ import hashlib
 import pytest
 
 from bettercompute.delivery.commands import CommandState
+from bettercompute.errors import Unavailable
+from bettercompute.gateway import dispatch as dispatcher
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
+from bettercompute.store import delivery
 from tests.contract.gateway import seed
 
 
@@ -121,6 +124,54 @@ async def test_busy_puts_the_command_back(rig):
     await rig.until_state("c1", CommandState.PENDING)
     again = await daemon.receive("command")
     assert again.command.attempt == 2
+
+
+def lose_an_answer(monkeypatch, *, committed):
+    """Let the next dispatch fail as if the connection were lost, before or after its commit."""
+    dispatch = delivery.dispatch
+    lost: list[object] = []
+
+    async def losing(queries, demands, *, lease):
+        if lost:
+            return await dispatch(queries, demands, lease=lease)
+        lost.append(demands)
+        if committed:
+            await dispatch(queries, demands, lease=lease)
+        raise Unavailable("the database connection is lost")
+
+    monkeypatch.setattr(delivery, "dispatch", losing)
+    monkeypatch.setattr(dispatcher, "POLL_S", 0.2)
+
+
+async def test_a_mark_whose_answer_was_lost_is_found_and_sent(rig, monkeypatch):
+    daemon = await rig.connect(await rig.add_node("node-a"))
+    await rig.until(lambda: rig.gateway.life.registry.get("node-a").nothing_pending)
+    lose_an_answer(monkeypatch, committed=True)
+    await seed.add_command(rig.database, "node-a", "c1")
+    await rig.database.query("SELECT pg_notify('bc_dispatch', 'node-a')")
+    assert (await daemon.receive("command")).command.attempt == 2
+    daemon.update("c1", messages.COMMAND_STATE_SUCCEEDED, attempt=2)
+    await rig.until_state("c1", CommandState.SUCCEEDED)
+
+
+async def test_a_mark_that_commits_after_its_connection_was_lost_is_found_too(rig, monkeypatch):
+    daemon = await rig.connect(await rig.add_node("node-a"))
+    session = rig.gateway.life.registry.get("node-a")
+    await rig.until(lambda: session.nothing_pending)
+    marked = delivery.marked
+    looks: list[object] = []
+
+    async def counted(queries, keys):
+        found = await marked(queries, keys)
+        looks.append(found)
+        return found
+
+    monkeypatch.setattr(delivery, "marked", counted)
+    lose_an_answer(monkeypatch, committed=False)
+    rig.gateway.life.dispatcher.poke("node-a")
+    await rig.until(lambda: looks)
+    await seed.add_command(rig.database, "node-a", "c1", state=2, key=session.key)
+    assert (await daemon.receive("command")).command.attempt == 2
 
 
 async def test_a_cancel_reaches_the_daemon(rig):

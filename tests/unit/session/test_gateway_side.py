@@ -33,7 +33,7 @@ from bettercompute.session.effects import (
     SendFrame,
 )
 from bettercompute.session.gateway_state import DispatchDemand, GatewaySession
-from bettercompute.session.hello_plan import CommandInFlight, HelloFacts, HelloPlan, NodeFacts
+from bettercompute.session.hello_plan import CommandInFlight, HeldCommand, HelloFacts, HelloPlan, NodeFacts
 from tests.unit.session.world_in_memory import NODE_ID, START_MS, certificate_facts, empty_row, gateway_facts
 
 SPEC = StoredSpec(generation=3, body=b"full")
@@ -468,6 +468,19 @@ def test_what_is_held_goes_before_what_is_pending() -> None:
     state, effects = step(state, inputs.CommandsMarked((replace(marked(9), attempt=2), replace(marked(10), attempt=2))))
     assert len(frames(effects)) == 2
     assert not state.held
+
+
+def test_a_mark_that_was_not_heard_is_held_and_asked_for_again() -> None:
+    state, _ = step(session(), inputs.CommandsMarked(tuple(marked(number) for number in (1, 2))))
+    found = tuple(
+        HeldCommand(command_id=f"c-{number}", kind="inventory.refresh", lane=1, seq=number, signed=False)
+        for number in (1, 2, 3)
+    )
+    state, effects = step(state, inputs.MarksFound(found))
+    assert effects == (PokeDispatch(),)
+    assert [held.command_id for held in state.held] == ["c-3"], "what was sent is known"
+    assert demand(state).lanes[0].held == ("c-3",)
+    assert step(state, inputs.MarksFound(found)) == (state, ())
 
 
 def test_no_more_is_asked_for_than_credits_allow() -> None:
