@@ -162,7 +162,7 @@ async def test_what_is_no_json_is_told_so(clients, content, content_type):
 
 
 async def test_deep_payloads(clients, two_nodes):
-    nested = {"sections": []}
+    nested: dict[str, list[object]] = {"sections": []}
     for _ in range(60):
         nested = {"a": [nested]}
     check_refused(await post(clients, "/v1/commands", {**RUN, "payload": nested}), says="nested deeper than 32")
@@ -189,7 +189,7 @@ async def test_payloads(clients, two_nodes, kind, payload, says):
     assert answer.json()["detail"].startswith(f"payload of {kind}: ")
 
 
-WRONG = [None, 1, -1, 1 << 80, 1.5, "x", "=", "", [1], [None], [["a"]], {"a": 1}, {"a": {"b": 1}}, [{}]]
+WRONG: list[object] = [None, 1, -1, 1 << 80, 1.5, "x", "=", "", [1], [None], [["a"]], {"a": 1}, {"a": {"b": 1}}, [{}]]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
