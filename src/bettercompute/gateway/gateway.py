@@ -35,6 +35,7 @@ from bettercompute.world import World
 log = structlog.get_logger("bettercompute.gateway")
 
 TIME_POLL_S = 5.0
+READY_POLL_S = 0.02
 STOP_DRAIN_MS = 2_000
 
 
@@ -78,7 +79,6 @@ class Gateway:
         self._world = world
         self._tls = tls
         self._life: GatewayLife | None = None
-        self._new_lives = asyncio.Event()
         self._listener: Listener | None = None
         self._port = config.port
         self._tasks: list[asyncio.Task[None]] = []
@@ -162,10 +162,10 @@ class Gateway:
             self._tasks.append(asyncio.create_task(work, name=f"gateway-{name}"))
 
     async def until_ready(self) -> None:
-        """Wait until sessions are admitted. The caller bounds the wait."""
+        """Wait until the lease is held: sessions are admitted, unless it drains. The caller bounds the wait."""
         await self.revocations.first_read.wait()
-        while not self.ready:
-            await self._new_lives.wait() if self._life is None else await self._life.serving.wait()
+        while self._life is None or not self._life.fence.admitting():  # noqa: ASYNC110 - it closes by the clock
+            await asyncio.sleep(READY_POLL_S)
 
     async def stop(self) -> None:
         """End every session in order, with its disconnect written, let the lease go, and close the listener."""
@@ -187,8 +187,6 @@ class Gateway:
             if self._life is None:
                 self._life = self._new_life(drain_requested_by=drain_requested_by)
             life = self._life
-            self._new_lives.set()
-            self._new_lives.clear()
             self.revocations.attach(life.registry)
             log.info("gateway id drawn", gateway_id=life.name.gateway_id)
             life.start()

@@ -121,8 +121,6 @@ class GatewayLife:
         self.fence = Fence(world.clock)
         self.streams = 0
         self.loop_lag_ms = 0
-        self.serving = asyncio.Event()
-        """Set while the lease is trusted and nothing of an older opening is left."""
         self.ended = asyncio.Event()
         self.stopping = False
         self._config = config
@@ -247,10 +245,6 @@ class GatewayLife:
             self.ended.set()
         elif self.fence.trusted():
             self.fence.reopen(self.fence.opening)
-        if self.fence.admitting():
-            self.serving.set()
-        else:
-            self.serving.clear()
 
     def _follow_drain(self) -> None:
         wanted = self.drain_requested_by is not None

@@ -62,6 +62,7 @@ async def test_a_drain_refuses_new_sessions_and_sends_the_live_ones_away(rig):
     status, reason, _ = await another.end()
     assert (status, reason) == (Status.UNAVAILABLE, "draining")
     assert not rig.gateway.ready
+    await asyncio.wait_for(rig.gateway.until_ready(), WAIT_S)
     [lease] = await leases.list_all(rig.database)
     assert (lease.live, lease.draining, lease.drain_requested_by) == (True, True, "op")
     await rig.until_query("SELECT FROM leases WHERE draining")
