@@ -73,7 +73,7 @@ def resynchronized(lane: GatewayLane, *, free: int, received: int) -> GatewayLan
     exact = min(lane.credits, free) - on_the_way
     if free == 0:
         exact = min(exact, lane.credits - len(lane.holders))
-    return replace(lane, free=exact)
+    return lane if exact == lane.free else replace(lane, free=exact)
 
 
 @dataclass(frozen=True, slots=True)

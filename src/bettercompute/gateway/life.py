@@ -162,6 +162,7 @@ class GatewayLife:
         self._turns: dict[str, _Turns] = {}
         self._last_hello_ms: dict[str, int] = {}
         self._changed = asyncio.Event()
+        self._enforced_opening = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
         keeper = LeaseKeeper(
@@ -237,10 +238,15 @@ class GatewayLife:
             self._metrics.sessions.set(len(self.registry))
 
     def _enforce_fence(self) -> None:
-        """Drop what the fence has closed on, then let the present opening admit."""
-        for session in self.registry:
-            if not self.fence.holds(session.opening):
-                session.give(LeaseLost())
+        """Drop what the fence has closed on, then let the present opening admit.
+
+        The sessions are looked at only when the fence has moved: those that open later are judged as they open.
+        """
+        if not self.fence.trusted() or self.fence.opening != self._enforced_opening:
+            self._enforced_opening = self.fence.opening
+            for session in self.registry:
+                if not self.fence.holds(session.opening):
+                    session.give(LeaseLost())
         if self.fence.retired:
             self.ended.set()
         elif self.fence.trusted():

@@ -109,7 +109,8 @@ class SocketClientCall:
         message = await self.inbox.get()
         if message is not None:
             self._link.core.consumed(self._stream_id, message)
-            self._link.flush_soon()
+            if self._link.core.has_output:
+                self._link.flush_soon()
         return message
 
     def send(self, message: bytes) -> None:

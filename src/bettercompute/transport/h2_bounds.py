@@ -211,6 +211,11 @@ class BoundedH2(H2Connection):
                 self._goaway_text = str(calm).encode()
                 raise
 
+    @property
+    def owes_bytes(self) -> bool:
+        """Return whether `data_to_send` would return any."""
+        return bool(self._data_to_send)
+
     def announce_goaway(self) -> None:
         """Queue a GOAWAY that lets the open streams finish, which h2's own does not."""
         self._prepare_for_sending([GoAwayFrame(0, last_stream_id=self.highest_inbound_stream_id)])

@@ -125,6 +125,11 @@ class H2Core:
                     break
         return self._h2.data_to_send()
 
+    @property
+    def has_output(self) -> bool:
+        """Return whether `output` has bytes or events to give: most frames of an idle call ask for neither."""
+        return bool(self._sendable) or bool(self.events) or self._h2.owes_bytes
+
     def ping(self, payload: bytes) -> None:
         """Queue a PING of 8 bytes."""
         if self.ended is None:

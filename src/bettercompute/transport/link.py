@@ -98,7 +98,8 @@ class Link(asyncio.BufferedProtocol):
             self.lose(EndKind.PROTOCOL, f"the peer sent what HTTP/2 does not foresee: {error!r}")
             return
         self._dispatch(events)
-        self.flush_soon()
+        if self.core.has_output:
+            self.flush_soon()
 
     def eof_received(self) -> bool:
         """Let the transport close."""
