@@ -33,7 +33,7 @@ async def switch_on(daemon: FakeDaemon, *, after_s: float) -> None:
 @pytest.mark.parametrize(
     ("nodes", "rate_per_s", "spread_s"),
     [
-        (120, 40, 0.0),
+        (90, 30, 0.0),
         pytest.param(1_000, 100, 0.0, marks=pytest.mark.long),
         pytest.param(1_000, 100, 5.0, marks=pytest.mark.long),
     ],

@@ -23,7 +23,6 @@ from bettercompute.testing.profiles import NEVER_ENDS, Answer
 from tests.e2e.conftest import BETTER_COMPUTE
 from tests.e2e.gateways import POLL_S, Site, free_port, open_site, until
 
-NODES = 200
 RATE_PER_S = 200
 EVENT = ("daemon.started", "{}")
 # Who writes which row, by the setting that each gateway's connections carry.
@@ -60,18 +59,19 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-async def test_kill_of_a_gateway(site: Site, begun: Counter[str]) -> None:
+@pytest.mark.parametrize("nodes", [60, pytest.param(200, marks=pytest.mark.long)])
+async def test_kill_of_a_gateway(site: Site, begun: Counter[str], nodes: int) -> None:
     first, second = await site.start_gateways("first", "second")
-    daemons = await site.join(NODES)
+    daemons = await site.join(nodes)
     for daemon in daemons:
         daemon.levers.answer = Answer(delay_ms=2_000)
     site.run(daemons)
     await site.all_connected(within_s=30)
     first_id, second_id = await site.gateway_id(first), await site.gateway_id(second)
     on_first = {node_id for node_id, row in (await site.rows()).items() if row["gateway_id"] == first_id}
-    assert len(on_first) > NODES / 4
+    assert len(on_first) > nodes / 4
     command_ids = await site.enqueue([daemon.node_id for daemon in daemons], per_node=2)
-    await until(lambda: sum(begun.values()) >= NODES, what="half of the commands", within_s=20)
+    await until(lambda: sum(begun.values()) >= nodes, what="half of the commands", within_s=20)
     for daemon in daemons:
         daemon.record_events([EVENT] * 5)
     first.kill()
@@ -199,8 +199,6 @@ async def test_the_drain_command(site: Site, begun: Counter[str]) -> None:
     lines = await gateway_command("drain", first_id)
     assert (lines[-1]["event"], lines[-1]["nodes"], lines[-1]["refuses"]) == ("drained", 0, True)
     assert all(line["of"] == on_first for line in lines[:-1])
-    listed = {line["gateway_id"]: line["draining"] for line in await gateway_command("list")}
-    assert listed == {first_id: True, second_id: False}
     await site.all_connected(within_s=30)
     assert {row["gateway_id"] for row in (await site.rows()).values()} == {second_id}
     await site.until_ended(command_ids, within_s=20)
