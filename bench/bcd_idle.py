@@ -37,7 +37,7 @@ class Sizes:
     repeats: int
 
 
-FULL = Sizes(settle_s=10.0, window_s=15.0, repeats=2)
+FULL = Sizes(settle_s=8.0, window_s=12.0, repeats=2)
 QUICK = Sizes(settle_s=0.2, window_s=0.5, repeats=1)
 
 

@@ -50,7 +50,7 @@ class Sizes:
     repeats: int
 
 
-FULL = Sizes(daemons=500, commands=10_000, paced_per_s=200, paced_s=10.0, repeats=3)
+FULL = Sizes(daemons=500, commands=8_000, paced_per_s=200, paced_s=8.0, repeats=3)
 QUICK = Sizes(daemons=5, commands=40, paced_per_s=50, paced_s=0.5, repeats=1)
 
 

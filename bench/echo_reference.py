@@ -1,12 +1,11 @@
-"""The reference: a bare h2 server on uvloop without gRPC, calls, bounds or database, as a process of its own.
+"""The reference: a bare h2 echo server on uvloop, without gRPC, calls, bounds or database, as a process of its own.
 
-With `--server transport` it is this project's own transport with nothing above it, which tells what of the distance
-between the two is the transport's and what the gateway's.
-
-It answers the first message of each stream with the same bytes, as Welcome answers Hello, and swallows the others, as a
-gateway does heartbeats. TLS is the gateway's own (1.3, client certificates verified,
-no tickets), and it has the same tricks (one read buffer, silenced loggers, a tuned collector), so that what is compared
-is what this project adds and not what h2 and OpenSSL cost anybody.
+It answers each message with the same bytes. SIGUSR1 makes it swallow all but the first of a stream, which it answers
+as a gateway answers Hello, while heartbeats get no answer: that is less than an echo server does, and the harder thing
+to compare with. TLS is the gateway's own (1.3, client certificates verified, no tickets), and it has the same tricks
+(one read buffer, silenced loggers, a tuned collector), so that what is compared is what this project adds and not what
+h2 and OpenSSL cost anybody. With `--server transport` it is this project's own transport with nothing above it, which
+tells what of the distance is the transport's and what the gateway's.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import signal
 import socket
 import ssl
 import subprocess
@@ -46,6 +46,8 @@ class Echo(asyncio.BufferedProtocol):
     """One connection."""
 
     buffer = memoryview(bytearray(READ_BYTES))
+    silent = False
+    """Swallow what is not the first message of a stream."""
 
     def __init__(self) -> None:
         self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=False))
@@ -79,7 +81,7 @@ class Echo(asyncio.BufferedProtocol):
                 self._h2.send_headers(event.stream_id, ANSWER_HEADERS)
             elif isinstance(event, h2.events.DataReceived):
                 self._h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-                if event.stream_id not in self._answered:
+                if not self.silent or event.stream_id not in self._answered:
                     self._answered.add(event.stream_id)
                     self._h2.send_data(event.stream_id, event.data)
             elif isinstance(event, h2.events.ConnectionTerminated) and self._transport is not None:
@@ -126,6 +128,7 @@ SERVERS = {"bare": _serve_bare, "transport": _serve_transport}
 
 async def _serve(server: str, port: int, context: ssl.SSLContext) -> None:
     await SERVERS[server](port, context)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, Echo, "silent", True)
     tune_collector()
     print("ready", flush=True)
     await asyncio.Event().wait()

@@ -38,7 +38,7 @@ class Sizes:
     repeats: int
 
 
-FULL = Sizes(daemons=500, batch=100, batches_each=4, repeats=3)
+FULL = Sizes(daemons=500, batch=100, batches_each=2, repeats=3)
 QUICK = Sizes(daemons=5, batch=100, batches_each=2, repeats=1)
 
 

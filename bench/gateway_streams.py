@@ -2,16 +2,20 @@
 
 `session_open`: sessions are opened one after the other as fast as this process can dial (32 at a time), from TCP to
 Welcome, and held; processor time of the gateway over all of them, through the look-ups that follow a Hello. The
-reference gets the same dials with the same first message. `gateway_streams`: as many sessions live, each with a
-heartbeat every 10 s and PINGs both ways; share of one core over a window, and how much memory each has added.
+reference gets the same dials with the same first message. `gateway_streams`: many sessions live, each with a heartbeat
+every 10 s and PINGs both ways; share of one core over a window, and how much memory each has added. The reference gets
+the same frames, first as the echo server that it is, then answering nothing, as the gateway does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -19,7 +23,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
 from bench.echo_reference import reference
-from bench.measure import Figures, Meter, allow_many_files, options, report
+from bench.measure import Figures, Meter, Usage, allow_many_files, options, report
 from bench.stack import BenchNode, BenchStack, add_nodes, stack
 from bettercompute.protocol import messages, service
 from bettercompute.system import system_world
@@ -53,7 +57,7 @@ class Sizes:
     repeats: int
 
 
-FULL = Sizes(opened=400, warm_up=50, streams=5_000, window_s=20.0, repeats=3)
+FULL = Sizes(opened=300, warm_up=50, streams=5_000, window_s=15.0, repeats=3)
 QUICK = Sizes(opened=10, warm_up=3, streams=10, window_s=1.0, repeats=1)
 
 
@@ -160,20 +164,36 @@ async def cpu_ms_per_open(nodes: Sequence[BenchNode], *, process_id: int, url: s
     return spent_s * 1000 / len(nodes)
 
 
-async def idle(nodes: Sequence[BenchNode], sizes: Sizes, *, process_id: int, url: str, world: World) -> Figures:
-    """Return share of a core and added memory per stream, with all streams live."""
+async def idle(
+    nodes: Sequence[BenchNode],
+    sizes: Sizes,
+    *,
+    process_id: int,
+    url: str,
+    world: World,
+    then: Callable[[], None] | None = None,
+) -> tuple[Figures, ...]:
+    """Return share of a core and added memory per stream, with all streams live; once more after `then`."""
     meter = Meter(process_id)
     empty = meter.read()
     opened = await open_all(nodes, url=url, world=world, beats=True)
     # Past the first heartbeat, and the flush of what the Hellos left.
     await asyncio.sleep(min(HEARTBEAT_S, sizes.window_s))
-    before = meter.read()
-    await asyncio.sleep(sizes.window_s)
-    after = meter.read()
+    watched = [await _watch(meter, empty, count=len(nodes), window_s=sizes.window_s)]
+    if then is not None:
+        then()
+        watched.append(await _watch(meter, empty, count=len(nodes), window_s=sizes.window_s))
     await close_all(opened)
+    return tuple(watched)
+
+
+async def _watch(meter: Meter, empty: Usage, *, count: int, window_s: float) -> Figures:
+    before = meter.read()
+    await asyncio.sleep(window_s)
+    after = meter.read()
     return {
-        "cpu_percent": 100 * (after.cpu_s - before.cpu_s) / sizes.window_s,
-        "rss_kb_per_stream": (after.rss_kb - empty.rss_kb) / len(nodes),
+        "cpu_percent": 100 * (after.cpu_s - before.cpu_s) / window_s,
+        "rss_kb_per_stream": (after.rss_kb - empty.rss_kb) / count,
     }
 
 
@@ -187,11 +207,11 @@ async def measure(running: BenchStack, sizes: Sizes, *, echo_id: int, echo_url: 
         ends = {"gateway": (running.process_id, running.url), "bare_h2": (echo_id, echo_url)}
         for _, url in ends.values():
             await close_all(await open_all(nodes[-sizes.warm_up :], url=url, world=world))
-        lived = {
-            name: await idle(nodes[: sizes.streams], sizes, process_id=process_id, url=url, world=world)
-            for name, (process_id, url) in ends.items()
-        }
-        report("gateway_streams", [_streams_row(lived["gateway"], lived["bare_h2"], sizes)], window_s=sizes.window_s)
+        live = nodes[: sizes.streams]
+        [gateway] = await idle(live, sizes, process_id=running.process_id, url=running.url, world=world)
+        silence = partial(os.kill, echo_id, signal.SIGUSR1)
+        echo, silent = await idle(live, sizes, process_id=echo_id, url=echo_url, world=world, then=silence)
+        report("gateway_streams", [_streams_row(gateway, echo, silent, sizes)], window_s=sizes.window_s)
 
         opens = []
         for _ in range(sizes.repeats):
@@ -209,14 +229,16 @@ async def measure(running: BenchStack, sizes: Sizes, *, echo_id: int, echo_url: 
         report("session_open", opens, opened=sizes.opened)
 
 
-def _streams_row(gateway: Figures, bare: Figures, sizes: Sizes) -> Figures:
+def _streams_row(gateway: Figures, echo: Figures, silent: Figures, sizes: Sizes) -> Figures:
     return {
         "streams": sizes.streams,
         "cpu_percent": gateway["cpu_percent"],
-        "ratio_to_bare_h2": gateway["cpu_percent"] / max(bare["cpu_percent"], 0.01),
+        "ratio_to_bare_h2": gateway["cpu_percent"] / max(echo["cpu_percent"], 0.01),
         "rss_kb_per_stream": gateway["rss_kb_per_stream"],
-        "bare_h2_cpu_percent": bare["cpu_percent"],
-        "bare_h2_rss_kb_per_stream": bare["rss_kb_per_stream"],
+        "ratio_to_silent_h2": gateway["cpu_percent"] / max(silent["cpu_percent"], 0.01),
+        "bare_h2_cpu_percent": echo["cpu_percent"],
+        "silent_h2_cpu_percent": silent["cpu_percent"],
+        "bare_h2_rss_kb_per_stream": echo["rss_kb_per_stream"],
     }
 
 

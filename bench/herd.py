@@ -36,7 +36,7 @@ class Sizes:
     repeats: int
 
 
-FULL = Sizes(nodes=1_000, rate=100, repeats=1)
+FULL = Sizes(nodes=600, rate=100, repeats=1)
 QUICK = Sizes(nodes=20, rate=50, repeats=1)
 
 
