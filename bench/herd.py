@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +49,10 @@ def _is_back(daemon: FakeDaemon, welcomes: int) -> Callable[[], bool]:
     return lambda: daemon.welcomes > welcomes
 
 
-async def come_back(running: BenchStack, daemons: Sequence[FakeDaemon], *, limit_s: float) -> tuple[float, int]:
-    """Kill the gateway, start it anew, and return when all are back and the most refusals of one."""
+async def come_back(
+    running: BenchStack, daemons: Sequence[FakeDaemon], *, limit_s: float
+) -> tuple[float, list[list[str]]]:
+    """Kill the gateway, start it anew, and return when all are back and why each was refused before."""
     before = {daemon.node_id: daemon.welcomes for daemon in daemons}
     for daemon in daemons:
         daemon.endings.clear()
@@ -62,10 +65,9 @@ async def come_back(running: BenchStack, daemons: Sequence[FakeDaemon], *, limit
         await asyncio.gather(*(daemon.until(_is_back(daemon, before[daemon.node_id])) for daemon in daemons))
     took_s = time.perf_counter() - began
     refusals = [
-        sum(end.status is not None and not end.welcomed and end.reason not in NOT_LIVING for end in daemon.endings)
-        for daemon in daemons
+        [end.reason for end in daemon.endings if end.status is not None and not end.welcomed] for daemon in daemons
     ]
-    return took_s, max(refusals)
+    return took_s, [[reason for reason in told if reason not in NOT_LIVING] for told in refusals]
 
 
 async def measure(running: BenchStack, sizes: Sizes) -> None:
@@ -75,18 +77,20 @@ async def measure(running: BenchStack, sizes: Sizes) -> None:
         nodes = await add_nodes(running, database, prefix="herd", count=sizes.nodes)
         async with connected_fleet(nodes, world=running.world, limit_s=3 * least_s + 60) as daemons:
             runs: list[Figures] = []
+            reasons: Counter[str] = Counter()
             for _ in range(sizes.repeats):
-                took_s, attempts = await come_back(running, daemons, limit_s=3 * least_s + 60)
+                took_s, refusals = await come_back(running, daemons, limit_s=3 * least_s + 60)
                 runs.append(
                     {
                         "nodes": sizes.nodes,
                         "rate": sizes.rate,
                         "all_connected_s": took_s,
                         "ratio_to_n_over_rate": took_s / least_s,
-                        "attempts_max": attempts,
+                        "attempts_max": max(len(told) for told in refusals),
                     }
                 )
-    report("herd", runs, transport="tls")
+                reasons.update(reason for told in refusals for reason in told)
+    report("herd", runs, transport="tls", refusals=dict(reasons))
 
 
 def main() -> None:
