@@ -88,7 +88,8 @@ def _typer_default(parameter: Any) -> str:
 
 def _parsers(parser: argparse.ArgumentParser, path: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     # argparse shows the parsers of its commands nowhere else.
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001
+    # argparse tells its subcommands no other way.
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001 - as above
     if not groups:
         yield path, parser
     for group in groups:

@@ -223,7 +223,7 @@ def node_detail(
             try:
                 getattr(whole, name).ParseFromString(section.body)
             except ValueError:
-                whole.ClearField(messages.NodeInventory.DESCRIPTOR.fields_by_name[name].name)  # type: ignore[arg-type]
+                whole.ClearField(name)  # type: ignore[arg-type]  # checked to be one of its fields
     return NodeDetail(
         **node_fields(node, now_ms=now_ms),
         conditions=[

@@ -235,7 +235,8 @@ class JournalDatabase:
             commands=tuple(without_acked_update(entry_of(row)) for row in self._rows("commands")),
             cancelled={str(row[0]): int(row[1]) for row in self._rows("cancelled")},
             processes=tuple(mark_of(row) for row in self._rows("processes")),
-            documents={str(row[0]): bytes(row[1]) for row in self._rows("documents")},  # type: ignore[arg-type]
+            # The CRC covers the types.
+            documents={str(row[0]): bytes(row[1]) for row in self._rows("documents")},  # type: ignore[arg-type]  # as above
         )
         events = sum(1 for _ in self._rows("events"))
         found = (
