@@ -58,9 +58,7 @@ class Worker:
     async def _listen(self) -> None:
         while True:
             try:
-                connection = await DedicatedConnection.open(
-                    self._database.dsn, application_name=f"{self._holder} controllers"
-                )
+                connection = await self._database.dedicated(application_name=f"{self._holder} controllers")
                 try:
                     await connection.listen(channels.OUTBOX, lambda _: self.controllers.poke(outbox.NAME))
                     await self._watch(connection)

@@ -138,7 +138,7 @@ class Gateway:
             self._listener = server
             self._port = server.port
         listener = NotificationListener(
-            self._database.dsn,
+            self._database,
             application_name=f"{self.config.name} notifications",
             channels={
                 channels.DISPATCH: self._on_dispatch,

@@ -178,8 +178,8 @@ class GatewayLife:
     # The lease
 
     async def _connect(self) -> LeaseConnection:
-        connection = await DedicatedConnection.open(
-            self._database.dsn, application_name=f"{self.name.gateway_id} lease", limits=LEASE_LIMITS
+        connection = await self._database.dedicated(
+            application_name=f"{self.name.gateway_id} lease", limits=LEASE_LIMITS
         )
         row = NewLease(
             name=self.name.gateway_id,

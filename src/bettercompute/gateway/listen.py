@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from bettercompute.errors import BetterComputeError, Unavailable
-from bettercompute.store.database import DedicatedConnection
+from bettercompute.store.database import Database, DedicatedConnection
 from bettercompute.world import World
 
 log = structlog.get_logger("bettercompute.gateway.listen")
@@ -27,7 +27,7 @@ class NotificationListener:
 
     def __init__(
         self,
-        dsn: str,
+        database: Database,
         *,
         application_name: str,
         channels: Mapping[str, Callable[[str], None]],
@@ -35,7 +35,7 @@ class NotificationListener:
         world: World,
     ) -> None:
         """Call `channels[channel](payload)` for each notification, `connected` whenever some may have been missed."""
-        self._dsn = dsn
+        self._database = database
         self._application_name = application_name
         self._channels = channels
         self._connected = connected
@@ -46,7 +46,7 @@ class NotificationListener:
         retry_s = FIRST_RETRY_S
         while True:
             try:
-                connection = await DedicatedConnection.open(self._dsn, application_name=self._application_name)
+                connection = await self._database.dedicated(application_name=self._application_name)
             except BetterComputeError as error:
                 log.warning("notifications are away", error=error.message)
                 await asyncio.sleep(self._world.dice.uniform(retry_s / 2, retry_s))

@@ -224,6 +224,10 @@ class Database(Queries):
         except (TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
             self._pool.terminate()
 
+    async def dedicated(self, *, application_name: str, limits: Limits = NO_LIMITS) -> DedicatedConnection:
+        """Connect to the same server outside the pool. Raises like `open`."""
+        return await DedicatedConnection.open(self.dsn, application_name=application_name, limits=limits)
+
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[Transaction]:
         """Open a READ COMMITTED transaction: committed at the end of the block, rolled back by any exception."""
