@@ -280,15 +280,17 @@ class ControlPlane:
         """Put a command that was refused BUSY back to pending, when the row is still as it was sent."""
         row = self.commands[effect.command_id]
         same_sending = row.epoch == fence.session_epoch and row.attempt == effect.attempt
-        if not self.holds(fence) or row.state is not CommandState.DISPATCHED or not same_sending:
+        if not self.holds(fence) or row.state not in table.IN_FLIGHT or not same_sending:
             self._tell(f"{fence.gateway_id} puts nothing back: {row.shown()}")
             return
         if row.cancel_requested:
             row.moved(table.Move.PUT_BACK_CANCELLED, reason="cancelled")
+            row.epoch = None
         else:
             row.moved(table.Move.PUT_BACK)
-            row.not_before_ms = now_ms + effect.back_off_ms
-        row.epoch = None
+            if row.state is CommandState.PENDING:
+                row.not_before_ms = now_ms + effect.back_off_ms
+                row.epoch = None
         self._tell(f"{fence.gateway_id} commits: {row.shown()}")
 
     # Facts

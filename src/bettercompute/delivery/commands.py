@@ -61,7 +61,10 @@ MOVES: Mapping[tuple[CommandState, Move], CommandState] = {
     (CommandState.PENDING, Move.CANCEL_PENDING): CommandState.CANCELLED,
     (CommandState.PENDING, Move.EXPIRE): CommandState.EXPIRED,
     (CommandState.DISPATCHED, Move.PUT_BACK): CommandState.PENDING,
-    (CommandState.DISPATCHED, Move.PUT_BACK_CANCELLED): CommandState.CANCELLED,
+    # What the node has once accepted goes no step back: it stays in flight, held back, and is sent again later.
+    (CommandState.ACKED, Move.PUT_BACK): CommandState.ACKED,
+    (CommandState.RUNNING, Move.PUT_BACK): CommandState.RUNNING,
+    **{(state, Move.PUT_BACK_CANCELLED): CommandState.CANCELLED for state in IN_FLIGHT},
     **{(state, move): to for state in IN_FLIGHT for move, to in _IN_FLIGHT_MOVES.items()},
 }
 

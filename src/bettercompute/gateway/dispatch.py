@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from bettercompute import telemetry
+from bettercompute.delivery.commands import IN_FLIGHT
 from bettercompute.errors import BetterComputeError, Unavailable
 from bettercompute.gateway.fence import Fence
 from bettercompute.gateway.metrics import GatewayMetrics
@@ -27,7 +28,14 @@ from bettercompute.protocol.statuses import Reason
 from bettercompute.session import gateway_side
 from bettercompute.session.effects import PutBack
 from bettercompute.session.gateway_state import DispatchDemand
-from bettercompute.session.inputs import CancelRequested, CommandsMarked, MarksFound, PutBackCommitted, SpecPublished
+from bettercompute.session.inputs import (
+    BackOffOver,
+    CancelRequested,
+    CommandsMarked,
+    MarksFound,
+    PutBackCommitted,
+    SpecPublished,
+)
 from bettercompute.store import delivery, sessions
 from bettercompute.store.database import Conflict, Database
 from bettercompute.store.delivery import BusyCommand, MarkedCommand
@@ -158,7 +166,7 @@ class Dispatcher:
             for item in busy
         ]
         try:
-            await delivery.put_back(
+            rows_back = await delivery.put_back(
                 self._database, rows, lease=self._lease, event_type=telemetry.EVENT_COMMAND_FINISHED
             )
         except BaseException:
@@ -166,6 +174,10 @@ class Dispatcher:
             raise
         for item in busy:
             item.session.give(PutBackCommitted(item.effect.command_id))
+            back = rows_back.get(item.effect.command_id)
+            if back is not None and back.state in IN_FLIGHT:
+                again = BackOffOver(back.command)
+                asyncio.get_running_loop().call_later(item.effect.back_off_ms / 1000, item.session.give, again)
 
     async def _dispatch(self) -> None:
         names = list(self._named)[:NODES_MAX]

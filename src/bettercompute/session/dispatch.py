@@ -94,5 +94,10 @@ def marks_found(
     return replace(state, held=tuple(held)), (PokeDispatch(),)
 
 
+def back_off_over(state: GatewaySession, command: HeldCommand) -> tuple[GatewaySession, tuple[GatewayEffect, ...]]:
+    """Hold a command that was refused BUSY after it had been accepted once; nothing when it was settled meanwhile."""
+    return marks_found(state, (command,)) if command.command_id in state.busy else (state, ())
+
+
 def _may_go(state: GatewaySession, held: HeldCommand, kinds: frozenset[str] | None) -> bool:
     return (kinds is None or held.kind in kinds) and (held.signed or not state.signed_only)

@@ -38,7 +38,8 @@ class PutBack:
     cleared.
 
     It matches only a row in flight with this epoch, session and attempt; with a cancel requested the row becomes
-    cancelled. The shell answers `PutBackCommitted`, also when no row matched.
+    cancelled. One that is acked or running stays so, for no step goes back: the shell gives `BackOffOver` later. The
+    shell answers `PutBackCommitted`, also when no row matched.
     """
 
     command_id: str

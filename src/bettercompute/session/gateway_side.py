@@ -18,7 +18,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.validation import validate_for_store
 from bettercompute.session import closing, inputs, liveness
 from bettercompute.session.closing import Cause
-from bettercompute.session.dispatch import commands_marked, marks_found, wants
+from bettercompute.session.dispatch import back_off_over, commands_marked, marks_found, wants
 from bettercompute.session.effects import Close, GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_frames import frame_received, without
 from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
@@ -120,6 +120,8 @@ def _route(state: GatewaySession, given: inputs.GatewayInput, now_ms: int) -> Ou
             return draining, (SendFrame(messages.ServerFrame(drain=drain)),)
         case inputs.TunnelRequested(tunnel_id, ticket):
             request = messages.OpenTunnel(tunnel_id=tunnel_id, ticket=ticket)
+        case inputs.BackOffOver(command):
+            return back_off_over(state, command)
             return state, (SendFrame(messages.ServerFrame(open_tunnel=request)),)
         case inputs.SecretAnswered(response):
             return state, (SendFrame(messages.ServerFrame(secret=response)),)

@@ -77,6 +77,13 @@ class PutBackCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class BackOffOver:
+    """The back-off of a refused command is over that stayed in flight, because the node had accepted it before."""
+
+    command: HeldCommand
+
+
+@dataclass(frozen=True, slots=True)
 class MarksFound:
     """What is marked for this session by its rows, read after a dispatch transaction whose outcome was not heard."""
 
@@ -198,6 +205,7 @@ GatewayInput = (
     | CommandsMarked
     | FactsCommitted
     | PutBackCommitted
+    | BackOffOver
     | MarksFound
     | CancelRequested
     | SpecPublished

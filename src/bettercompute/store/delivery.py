@@ -16,7 +16,7 @@ from bettercompute.protocol.limits import MAX_OUTPUT_BYTES
 from bettercompute.session.gateway_side import DispatchDemand
 from bettercompute.session.hello_plan import HeldCommand
 from bettercompute.store import channels
-from bettercompute.store.database import Queries
+from bettercompute.store.database import Queries, Row
 from bettercompute.store.sessions import Lease, SessionKey
 
 CONDITION_STATUSES: Mapping[int, str] = {1: "true", 2: "false", 3: "unknown"}
@@ -100,6 +100,15 @@ class BusyCommand:
     attempt: int
     back_off_ms: int
     outbox_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutBackRow:
+    """What became of a command that was refused BUSY."""
+
+    state: CommandState
+    """Pending or cancelled; or acked or running as before, and then its session sends it again."""
+    command: HeldCommand
 
 
 async def store_command_news(queries: Queries, news: Sequence[CommandNews], *, event_type: str) -> NewsCounts:
@@ -267,17 +276,14 @@ async def marked(queries: Queries, keys: Sequence[SessionKey]) -> dict[str, list
     )
     found: dict[str, list[HeldCommand]] = {}
     for row in rows:
-        command = HeldCommand(
-            command_id=row["id"], kind=row["kind"], lane=row["lane"], seq=row["seq"], signed=row["signed"]
-        )
-        found.setdefault(row["node_id"], []).append(command)
+        found.setdefault(row["node_id"], []).append(_held(row))
     return found
 
 
 async def put_back(
     queries: Queries, busy: Sequence[BusyCommand], *, lease: Lease, event_type: str
-) -> dict[str, CommandState]:
-    """Put refused commands back to pending, or cancel them; return the state of those that matched."""
+) -> dict[str, PutBackRow]:
+    """Put refused commands back, or cancel them; return those that matched, by id."""
     rows = await queries.fetch(
         "delivery.put_back",
         command_ids=[item.command_id for item in busy],
@@ -291,7 +297,11 @@ async def put_back(
         gateway_id=lease.gateway_id,
         lease_token=lease.token,
     )
-    return {row["id"]: CommandState(row["state"]) for row in rows}
+    return {row["id"]: PutBackRow(state=CommandState(row["state"]), command=_held(row)) for row in rows}
+
+
+def _held(row: Row) -> HeldCommand:
+    return HeldCommand(command_id=row["id"], kind=row["kind"], lane=row["lane"], seq=row["seq"], signed=row["signed"])
 
 
 async def cancels_of(queries: Queries, node_ids: Sequence[str]) -> list[tuple[str, str, str]]:

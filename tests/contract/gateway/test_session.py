@@ -126,6 +126,25 @@ async def test_busy_puts_the_command_back(rig):
     assert again.command.attempt == 2
 
 
+async def test_a_command_that_had_begun_is_sent_again_after_a_busy(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "c1")
+    first = await rig.connect(node)
+    await first.command()
+    first.update("c1", messages.COMMAND_STATE_RUNNING, attempt=1)
+    await rig.until_state("c1", CommandState.RUNNING)
+    first.connection.close()
+    await rig.until_row("node-a", state="disconnected")
+    second = await rig.connect(node)
+    replayed = await second.receive("command")
+    assert (replayed.command.attempt, replayed.command.seen) == (2, messages.COMMAND_STATE_RUNNING)
+    second.update("c1", messages.COMMAND_STATE_REJECTED, attempt=2, reject_reason=messages.COMMAND_REJECT_REASON_BUSY)
+    again = await second.receive("command")
+    assert (again.command.attempt, again.command.seen) == (3, messages.COMMAND_STATE_RUNNING)
+    [row] = await rig.database.query("SELECT state, busy_count FROM commands")
+    assert (row["state"], row["busy_count"]) == (CommandState.RUNNING, 1)
+
+
 def lose_an_answer(monkeypatch, *, committed):
     """Let the next dispatch fail as if the connection were lost, before or after its commit."""
     dispatch = delivery.dispatch

@@ -250,7 +250,7 @@ def busy(command_id: str, *, key: SessionKey = KEY, attempt: int = 1) -> deliver
 async def test_a_busy_command_is_pending_again_later(fleet):
     await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
     result = await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished")
-    assert result == {"c1": CommandState.PENDING}
+    assert result["c1"].state is CommandState.PENDING
     rows = await fleet.query("SELECT not_before > compute_now() AS later, session_id, busy_count FROM commands")
     assert (rows[0]["later"], rows[0]["session_id"], rows[0]["busy_count"]) == (True, None, 1)
 
@@ -259,7 +259,7 @@ async def test_a_busy_command_with_a_cancel_is_cancelled_and_published(fleet):
     await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
     await fleet.query("UPDATE commands SET cancel_requested_at = now(), cancel_requested_by = 'op'")
     result = await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished")
-    assert result == {"c1": CommandState.CANCELLED}
+    assert result["c1"].state is CommandState.CANCELLED
     assert len(await fleet.query("SELECT FROM outbox")) == 1
 
 
@@ -277,9 +277,13 @@ async def test_a_put_back_of_another_sending_matches_nothing(fleet, said):
     assert await seed.state_of(fleet, "c1") == CommandState.DISPATCHED
 
 
-async def test_an_acked_command_is_not_put_back(fleet):
-    await seed.add_command(fleet, "node-a", "c1", state=3, key=KEY)
-    assert await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished") == {}
+@pytest.mark.parametrize("state", [CommandState.ACKED, CommandState.RUNNING])
+async def test_what_was_accepted_once_stays_in_flight_when_refused_busy(fleet, state):
+    await seed.add_command(fleet, "node-a", "c1", state=int(state), key=KEY)
+    result = await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished")
+    assert (result["c1"].state, result["c1"].command.command_id) == (state, "c1")
+    [row] = await fleet.query("SELECT state, session_id, not_before, busy_count FROM commands")
+    assert (row["state"], row["session_id"], row["not_before"], row["busy_count"]) == (state, "session-a", None, 1)
 
 
 async def test_status_generations_and_trust_only_rise(fleet):

@@ -31,8 +31,20 @@ EXPECTED = {
         "fail": "failed",
         "cancel": "cancelled",
     },
-    "acked": {"succeed": "succeeded", "fail": "failed", "cancel": "cancelled"},
-    "running": {"succeed": "succeeded", "fail": "failed", "cancel": "cancelled"},
+    "acked": {
+        "put-back": "acked",
+        "put-back-cancelled": "cancelled",
+        "succeed": "succeeded",
+        "fail": "failed",
+        "cancel": "cancelled",
+    },
+    "running": {
+        "put-back": "running",
+        "put-back-cancelled": "cancelled",
+        "succeed": "succeeded",
+        "fail": "failed",
+        "cancel": "cancelled",
+    },
 }
 
 

@@ -23,6 +23,7 @@ from bettercompute.session.hello_plan import (
     CertificateFacts,
     CommandInFlight,
     GatewayFacts,
+    HeldCommand,
     HelloFacts,
     HelloPlan,
     HelloRefusal,
@@ -465,10 +466,19 @@ class World:
             and row.epoch == session.epoch
             and row.attempt == back.attempt
         ):
-            row.state = CommandState.CANCELLED if row.cancel_requested else CommandState.PENDING
-            row.epoch = None
-            row.not_before_ms = self.now_ms + back.back_off_ms
-        if session is not None:
+            if row.cancel_requested:
+                row.state = CommandState.CANCELLED
+                row.epoch = None
+            elif row.state is CommandState.DISPATCHED:
+                row.state = CommandState.PENDING
+                row.epoch = None
+                row.not_before_ms = self.now_ms + back.back_off_ms
+            else:
+                command = HeldCommand(
+                    command_id=back.command_id, kind=row.kind, lane=row.lane, seq=row.seq, signed=False
+                )
+                self.tell_gateway(inputs.BackOffOver(command))
+        if self.gateway is not None:
             self.tell_gateway(inputs.PutBackCommitted(back.command_id))
 
     # Obeying

@@ -228,30 +228,34 @@ WITH said AS MATERIALIZED (
   ORDER BY s.node_id
   FOR SHARE OF s
 ), locked AS MATERIALIZED (
-  SELECT c.id, said.back_off_ms, said.outbox_id
+  SELECT c.id, c.state, said.back_off_ms, said.outbox_id
   FROM commands c JOIN said ON said.id = c.id JOIN routed ON routed.node_id = said.node_id
-  WHERE c.node_id = said.node_id AND c.state = 2 AND c.session_id = said.session_id
+  WHERE c.node_id = said.node_id AND c.state IN (2, 3, 4) AND c.session_id = said.session_id
     AND c.session_epoch = said.session_epoch AND c.attempt = said.attempt
   ORDER BY c.id
   FOR NO KEY UPDATE OF c
 ), back AS (
   UPDATE commands c
-  SET state = CASE WHEN c.cancel_requested_at IS NULL THEN 1 ELSE 7 END,
-    session_id = NULL, session_epoch = NULL, busy_count = c.busy_count + 1,
-    not_before = compute_now() + ms(locked.back_off_ms),
+  -- What the node has once accepted stays in flight: its session holds it back and sends it again, with what was seen.
+  SET state = CASE WHEN c.cancel_requested_at IS NOT NULL THEN 7 WHEN locked.state = 2 THEN 1 ELSE locked.state END,
+    session_id = CASE WHEN locked.state = 2 THEN NULL ELSE c.session_id END,
+    session_epoch = CASE WHEN locked.state = 2 THEN NULL ELSE c.session_epoch END,
+    busy_count = c.busy_count + 1,
+    not_before = CASE WHEN locked.state = 2 THEN compute_now() + ms(locked.back_off_ms) ELSE c.not_before END,
     reason = CASE WHEN c.cancel_requested_at IS NULL THEN c.reason ELSE 'cancelled' END,
     message = CASE WHEN c.cancel_requested_at IS NULL THEN c.message ELSE 'cancelled before the node accepted it' END,
     finished_at = CASE WHEN c.cancel_requested_at IS NULL THEN NULL ELSE compute_now() END
   FROM locked
   WHERE c.id = locked.id
-  RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id, locked.outbox_id
+  RETURNING c.id, c.node_id, c.kind, c.lane, c.seq, c.signature IS NOT NULL AS signed, c.state, c.reason, c.batch_id,
+    locked.outbox_id
 ), told AS (
   INSERT INTO outbox (id, type, node_id, payload)
   SELECT outbox_id, :event_type, node_id,
     jsonb_build_object('commandId', id, 'kind', kind, 'state', state, 'reason', reason, 'batchId', batch_id)
   FROM back WHERE state >= 5 ORDER BY outbox_id
 )
-SELECT id, node_id, state FROM back;
+SELECT id, kind, lane::int AS lane, seq, signed, state FROM back;
 
 -- name: delivery.cancels_of
 -- other: reads the cancels that the sessions of these nodes have not been told of yet
