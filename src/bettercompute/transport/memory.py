@@ -8,6 +8,7 @@ Nothing here reads a clock but the world's, or waits but on the loop's.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Mapping
 
 from bettercompute.transport.calls import (
@@ -20,7 +21,7 @@ from bettercompute.transport.calls import (
 )
 from bettercompute.transport.client import unary_on
 from bettercompute.transport.limits import DEFAULT_LIMITS, Limits
-from bettercompute.transport.memory_calls import Line, MemoryClientCall, MemoryServerCall
+from bettercompute.transport.memory_calls import NETWORK, Line, MemoryClientCall, MemoryServerCall
 from bettercompute.transport.server import run_handler
 from bettercompute.world import World
 
@@ -33,8 +34,11 @@ class MemoryServer:
         self._handler = handler
         self._world = world
         self._limits = limits
-        self._connections: set[MemoryConnection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Kept in the order of their making: who is told first must not depend on where things lie in memory.
+        self._connections: dict[MemoryConnection, None] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        # A handler runs as what the server belongs to, not as whoever dials.
+        self._context = contextvars.copy_context()
 
     @property
     def connection_count(self) -> int:
@@ -64,7 +68,7 @@ class MemoryServer:
             server_certificate=server_certificate,
             latency_s=latency_s,
         )
-        self._connections.add(connection)
+        self._connections[connection] = None
         return connection
 
     def announce_close(self) -> None:
@@ -87,13 +91,14 @@ class MemoryServer:
 
     def start(self, call: MemoryServerCall) -> None:
         """Run the handler for a call."""
-        task = asyncio.get_running_loop().create_task(run_handler(self._handler, call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        running = run_handler(self._handler, call)
+        task = asyncio.get_running_loop().create_task(running, context=self._context.copy())
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     def forget(self, connection: MemoryConnection) -> None:
         """Drop a connection that is gone."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
 
     @property
     def world(self) -> World:
@@ -124,7 +129,7 @@ class MemoryConnection:
         self.peer = peer
         self._server = server
         self._limits = server.limits
-        self._calls: set[MemoryClientCall] = set()
+        self._calls: dict[MemoryClientCall, None] = {}
         self._going_away = False
         self._ping_timeout: asyncio.TimerHandle | None = None
         clock = server.world.clock
@@ -161,7 +166,7 @@ class MemoryConnection:
             heard_ms=lambda: self.server_heard_ms,
         )
         call.join(other, to_server=self.to_server, to_client=self.to_client)
-        self._calls.add(call)
+        self._calls[call] = None
         self.to_server.deliver(lambda: self._server.start(other))
         return call
 
@@ -201,7 +206,7 @@ class MemoryConnection:
         self._close_when_unused()
 
     def _on_call_ended(self, call: MemoryClientCall) -> None:
-        self._calls.discard(call)
+        self._calls.pop(call, None)
         self._close_when_unused()
 
     def _close_when_unused(self) -> None:
@@ -213,7 +218,9 @@ class MemoryConnection:
         if held and self._ping_timeout is None:
             wait_s = self._limits.ping_interval_ms * self._limits.pings_unanswered_max / 1000
             text = "no PING was answered"
-            self._ping_timeout = asyncio.get_running_loop().call_later(wait_s, self.cut, EndKind.PING_TIMEOUT, text)
+            self._ping_timeout = asyncio.get_running_loop().call_later(
+                wait_s, self.cut, EndKind.PING_TIMEOUT, text, context=NETWORK
+            )
         elif not held and self._ping_timeout is not None:
             self._ping_timeout.cancel()
             self._ping_timeout = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ from bettercompute.transport.h2_connection import check_outbound
 from bettercompute.transport.inbox import Inbox
 from bettercompute.transport.limits import STREAM_WINDOW_BYTES, Limits
 from bettercompute.world import Clock
+
+# What is on its way belongs neither to who sent it nor to who will get it.
+NETWORK = contextvars.Context()
 
 
 class Line:
@@ -74,9 +78,9 @@ class Line:
             return
         at = self._on_its_way[0][0]
         if at <= self._loop.time():
-            self._handle = self._loop.call_soon(self._arrive)
+            self._handle = self._loop.call_soon(self._arrive, context=NETWORK)
         else:
-            self._handle = self._loop.call_at(at, self._arrive)
+            self._handle = self._loop.call_at(at, self._arrive, context=NETWORK)
 
     def _arrive(self) -> None:
         self._handle = None
@@ -155,7 +159,7 @@ class _Pipe:
 
     def _pump_soon(self) -> None:
         if self._pump_handle is None:
-            self._pump_handle = self._loop.call_soon(self._pump)
+            self._pump_handle = self._loop.call_soon(self._pump, context=NETWORK)
 
     def _pump(self) -> None:
         self._pump_handle = None

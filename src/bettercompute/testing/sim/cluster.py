@@ -1,0 +1,161 @@
+"""The control plane of a simulation: production gateways and workers, each a process that can be killed and begun anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bettercompute.controllers.worker import Worker
+from bettercompute.gateway.config import GatewayConfig
+from bettercompute.gateway.gateway import Gateway
+from bettercompute.protocol import messages
+from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store.database import GATEWAY_LIMITS
+from bettercompute.testing.sim.links import SimulatedDatabase
+from bettercompute.testing.sim.machine import SimulatedClock, make_world
+from bettercompute.testing.sim.network import Listening, Network
+from bettercompute.testing.sim.postgres import SimulatedServer
+from bettercompute.testing.sim.process import SimulatedProcess
+from bettercompute.transport.memory import MemoryServer
+
+
+class NoServices:
+    """The services behind a gateway: nobody joins or renews while a simulation runs."""
+
+    async def join(self, request: messages.JoinRequest, *, source: str) -> messages.JoinResponse:
+        """Refuse."""
+        del request, source
+        raise refuse(Reason.UNAVAILABLE, "nobody joins here")
+
+    async def renew(self, request: messages.RenewRequest, *, peer_chain: Sequence[bytes]) -> messages.RenewResponse:
+        """Refuse."""
+        del request, peer_chain
+        raise refuse(Reason.UNAVAILABLE, "nobody renews here")
+
+    async def trust_bundle(self) -> tuple[int, bytes] | None:
+        """Return that none was published."""
+        return None
+
+
+@dataclass(slots=True)
+class GatewayHost:
+    """One gateway, through all its processes."""
+
+    name: str
+    config: GatewayConfig
+    clock: SimulatedClock
+    process: SimulatedProcess | None = None
+    gateway: Gateway | None = None
+    starts: int = 0
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def up(self) -> bool:
+        """Return whether its process lives."""
+        return self.process is not None and self.process.alive
+
+
+@dataclass(slots=True)
+class WorkerHost:
+    """One worker, through all its processes."""
+
+    name: str
+    clock: SimulatedClock
+    process: SimulatedProcess | None = None
+    starts: int = 0
+
+
+class Cluster:
+    """Starts, stops, kills and pauses the control plane's processes."""
+
+    def __init__(self, server: SimulatedServer, network: Network, *, seed: str) -> None:
+        self.gateways: dict[str, GatewayHost] = {}
+        self.workers: dict[str, WorkerHost] = {}
+        self.processes: list[SimulatedProcess] = []
+        self._server = server
+        self._network = network
+        self._seed = seed
+        self._loop = asyncio.get_running_loop()
+
+    def add_gateway(self, config: GatewayConfig) -> GatewayHost:
+        """Make room for a gateway; `start_gateway` starts it."""
+        host = self.gateways[config.name] = GatewayHost(config.name, config, SimulatedClock(self._loop))
+        return host
+
+    def add_worker(self, name: str) -> WorkerHost:
+        """Make room for a worker."""
+        host = self.workers[name] = WorkerHost(name, SimulatedClock(self._loop))
+        return host
+
+    def start_gateway(self, host: GatewayHost) -> None:
+        """Start a gateway's process."""
+        host.starts += 1
+        host.stopping = asyncio.Event()
+        process = host.process = self.new_process(f"{host.name}#{host.starts}")
+        process.spawn(self._gateway(host, process))
+
+    async def _gateway(self, host: GatewayHost, process: SimulatedProcess) -> None:
+        world = make_world(f"{self._seed} {process.name}", clock=host.clock)
+        database = SimulatedDatabase(self._server, dice=world.dice, client=process.name, limits=GATEWAY_LIMITS)
+        gateway = Gateway(host.config, database=database, services=NoServices(), world=world, tls=None)
+        server = MemoryServer(gateway.handler, world=world)
+        await gateway.start()
+        host.gateway = gateway
+        self._network.listening[host.name] = Listening(process, server)
+        await host.stopping.wait()
+        server.announce_close()
+        await gateway.stop()
+        await server.close()
+        await database.close()
+        self._end(host)
+
+    async def stop_gateway(self, host: GatewayHost) -> None:
+        """Stop a gateway in order, as its service manager does."""
+        host.stopping.set()
+        process = host.process
+        while process is not None and process.alive and host.process is process:  # noqa: ASYNC110 - another process's end
+            await asyncio.sleep(0.1)
+
+    def kill_gateway(self, host: GatewayHost) -> None:
+        """Kill -9."""
+        if host.process is not None:
+            self.kill(host.process)
+            self._end(host)
+            self._network.cut(gateway=host.name)
+
+    def _end(self, host: GatewayHost) -> None:
+        if host.process is not None:
+            host.process.kill()
+        host.process, host.gateway = None, None
+        self._network.listening.pop(host.name, None)
+
+    def start_worker(self, host: WorkerHost) -> None:
+        """Start a worker's process."""
+        host.starts += 1
+        process = host.process = self.new_process(f"{host.name}#{host.starts}")
+        process.spawn(self._worker(host, process))
+
+    async def _worker(self, host: WorkerHost, process: SimulatedProcess) -> None:
+        world = make_world(f"{self._seed} {process.name}", clock=host.clock)
+        database = SimulatedDatabase(self._server, dice=world.dice, client=process.name)
+        worker = Worker(database, world=world, holder=process.name)
+        worker.start()
+        await asyncio.Event().wait()
+
+    def kill_worker(self, host: WorkerHost) -> None:
+        """Kill -9."""
+        if host.process is not None:
+            self.kill(host.process)
+            host.process = None
+
+    def new_process(self, name: str) -> SimulatedProcess:
+        """Return a process that is put away at the end."""
+        process = SimulatedProcess(name)
+        self.processes.append(process)
+        return process
+
+    def kill(self, process: SimulatedProcess) -> None:
+        """Kill -9, with what the kernel closes then."""
+        process.kill()
+        self._server.drop(process)

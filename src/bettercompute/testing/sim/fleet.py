@@ -1,0 +1,70 @@
+"""Certificates and rows of the nodes of a simulation, as Join would have made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from bettercompute.pki import certificates
+from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN, NodeIdentity
+from bettercompute.testing.sim.postgres import SimulatedServer
+from bettercompute.world import World
+
+DAYS_365_MS = 365 * 86_400_000
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A node with its identity."""
+
+    node_id: str
+    serial: str
+    chain: tuple[bytes, ...]
+    """DER, leaf first."""
+
+
+class Registrar:
+    """Issues identities. One key serves every node: making thousands would take longer than their herd."""
+
+    def __init__(self, server: SimulatedServer, *, world: World) -> None:
+        self._server = server
+        self._world = world
+        now_ms = world.clock.now_ms()
+        self.key: EllipticCurvePrivateKey = certificates.generate_key()
+        self.authority = certificates.make_node_ca(serial=world.ids.random_bytes(16), now_ms=now_ms)
+
+    def join(self, node_id: str, *, generation: int = 1) -> Joined:
+        """Issue an identity and record it; a later generation takes the place of the one before."""
+        serial = self._world.ids.random_bytes(16)
+        leaf = certificates.make_node_leaf(
+            self.authority,
+            public_key=self.key.public_key(),
+            identity=NodeIdentity(trust_domain=DEFAULT_TRUST_DOMAIN, site="default", node_id=node_id, role="node"),
+            serial=serial,
+            now_ms=self._world.clock.now_ms(),
+        )
+        joined = Joined(node_id, certificates.serial_text(leaf), (leaf.public_bytes(Encoding.DER),))
+        self._record(joined, generation=generation)
+        return joined
+
+    def _record(self, joined: Joined, *, generation: int) -> None:
+        query = self._server.query
+        if generation == 1:
+            query(
+                "INSERT INTO nodes (node_id, site, role, attestor) VALUES ($1, 'default', 'node', 'join-token')",
+                joined.node_id,
+            )
+            query("INSERT INTO node_sessions (node_id) VALUES ($1)", joined.node_id)
+        else:
+            query("UPDATE nodes SET identity_generation = $2 WHERE node_id = $1", joined.node_id, generation)
+        query(
+            "INSERT INTO node_certs (serial, node_id, identity_generation, csr_sha256, chain, not_before, not_after)"
+            " VALUES ($1, $2, $3, sha256($1::text::bytea), '', compute_now() - interval '1 hour',"
+            " compute_now() + $4 * interval '1 millisecond')",
+            joined.serial,
+            joined.node_id,
+            generation,
+            DAYS_365_MS,
+        )
