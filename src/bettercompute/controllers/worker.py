@@ -7,10 +7,11 @@ import contextlib
 
 import structlog
 
-from bettercompute.controllers import outbox
+from bettercompute.controllers import node_spec, outbox
 from bettercompute.controllers.expiry import ExpiryController
 from bettercompute.controllers.liveness import LivenessController
 from bettercompute.controllers.loop import Controllers
+from bettercompute.controllers.node_spec import NodeSpecController
 from bettercompute.controllers.outbox import OutboxController
 from bettercompute.controllers.retention import DEFAULT_KEEP, Keep, RetentionController
 from bettercompute.errors import BetterComputeError
@@ -38,6 +39,7 @@ class Worker:
                 OutboxController(database),
                 ExpiryController(database, world=world),
                 LivenessController(database, world=world, holder=holder),
+                NodeSpecController(database, world=world),
                 RetentionController(database, keep=keep),
             ],
             world=world,
@@ -61,6 +63,7 @@ class Worker:
                 connection = await self._database.dedicated(application_name=f"{self._holder} controllers")
                 try:
                     await connection.listen(channels.OUTBOX, lambda _: self.controllers.poke(outbox.NAME))
+                    await connection.listen(channels.NODES, lambda _: self.controllers.poke(node_spec.NAME))
                     await self._watch(connection)
                 finally:
                     await connection.close()

@@ -10,6 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+# What the store's bigint holds.
+GENERATION_MAX: Final = 2**63 - 1
+# A database restored from a backup is behind its daemons by the specs set since then. Who tells more than this is not
+# believed: one daemon's nonsense must not use up the generations of its node.
+GENERATION_LEAP_MAX: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +85,12 @@ class Verdict(StrEnum):
     WRONG_TRUST_DOMAIN = "wrong-trust-domain"
     EMPTY = "empty"
     """Neither a full spec nor a patch."""
+    BAD_GENERATION = "bad-generation"
+    """No generation at all, or one that no store can hold."""
+    UNREADABLE = "unreadable"
+    """Bytes that are no desired state."""
+    HASH_MISMATCH = "hash-mismatch"
+    """A patch that leads to another spec than its sender has: ask for the full one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +117,8 @@ def judge(
         return Verdict.WRONG_NODE
     if trust_domain and held.trust_domain and trust_domain != held.trust_domain:
         return Verdict.WRONG_TRUST_DOMAIN
+    if not 0 < generation <= GENERATION_MAX:
+        return Verdict.BAD_GENERATION
     if generation < max(held.floor_generation, held.applied_generation):
         return Verdict.GENERATION_BEHIND
     if full:
@@ -112,6 +127,35 @@ def judge(
         return Verdict.EMPTY
     if held.holds_spec and generation <= held.observed_generation:
         return Verdict.HELD
-    if not held.holds_spec or patch_base_generation != held.applied_generation:
+    # What is held must be the base as well: a parked generation is read, and is not what the patch was made over.
+    if not held.holds_spec or {held.applied_generation, held.observed_generation} != {patch_base_generation}:
         return Verdict.BASE_MISMATCH
     return Verdict.TAKE
+
+
+# The verdicts that a full spec helps against: the daemon asks the gateway for it.
+ASK_FOR_FULL = frozenset({Verdict.BASE_MISMATCH, Verdict.HASH_MISMATCH})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGenerations:
+    """A node's generations as the store holds them; `observed` and `applied` are the daemon's word."""
+
+    generation: int
+    observed_generation: int
+    applied_generation: int
+
+
+def overtaken_by(held: NodeGenerations) -> int | None:
+    """Return the generation that the daemon has read or applied above the node's own, or None.
+
+    It happens when the database was restored from a backup. The daemon would refuse what is published next, or take it
+    for something it has read already.
+    """
+    told = max(held.observed_generation, held.applied_generation)
+    return told if held.generation < told <= held.generation + GENERATION_LEAP_MAX else None
+
+
+def next_generation(held: NodeGenerations) -> int:
+    """Return the generation that a spec published now gets: above the node's own, and above what its daemon knows."""
+    return (overtaken_by(held) or held.generation) + 1

@@ -70,11 +70,21 @@ def open_session(
         next_event_seq=plan.next_event_seq,
         observed_generation=plan.observed_generation,
         applied_generation=plan.applied_generation,
-        offered_generation=spec.generation if spec is not None and offered is not None else 0,
+        offered_generation=_already_offered(plan, spec=spec, offered=offered is not None),
         busy={},
         awaits_new_journal=plan.new_journal,
     )
     return state, (*(SendFrame(frame) for frame in frames), PokeDispatch())
+
+
+def _already_offered(plan: HelloPlan, *, spec: StoredSpec | None, offered: bool) -> int:
+    """Return the generation that needs no offer any more: what went out with Welcome, or what the daemon has applied.
+
+    0 where one was due and could not be read, or not be sent unsigned: the poll looks for it.
+    """
+    if plan.send_spec:
+        return spec.generation if spec is not None and offered else 0
+    return plan.applied_generation
 
 
 def _opened_lane(plan: HelloPlan, lane: int, granted: int) -> GatewayLane:

@@ -18,6 +18,9 @@ FINISHED = "bc_finished"
 TRUST = "bc_trust"
 # An operator has said something to gateways: drain, or drain no more. Payload: gateway ids.
 GATEWAYS = "bc_gateways"
+# A Hello tells what the node's own controllers must look at: a restart, another journal, a generation above the node's.
+# Payload: its node id.
+NODES = "bc_nodes"
 
 ANY = "*"
 # PostgreSQL takes payloads of less than 8,000 bytes.

@@ -200,6 +200,7 @@ async def apply_hello(
     """
     notices = [(channels.OUTBOX, "")] if outbox else []
     notices += [(channels.FINISHED, payload) for payload in channels.payloads(finished)]
+    notices += [(channels.NODES, plan.node_id)] if plan.wake_nodes else []
     gap = plan.event_gap
     row = await transaction.fetch_one(
         "sessions.apply_hello",
@@ -358,7 +359,12 @@ async def newer_specs(queries: Queries, *, generations: Mapping[str, int]) -> di
     )
     return {
         row["node_id"]: StoredSpec(
-            generation=row["spec_generation"], body=row["spec_body"], signature=row["spec_signature"] or b""
+            generation=row["spec_generation"],
+            body=row["spec_body"],
+            signature=row["spec_signature"] or b"",
+            patch_base_generation=row["patch_base"],
+            patch_body=row["patch_body"] or b"",
+            patch_signature=row["patch_signature"] or b"",
         )
         for row in rows
     }

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from bettercompute.delivery import desired_state
-from bettercompute.delivery.desired_state import HeldSpec, Offer, StoredSpec, Verdict
+from bettercompute.delivery.desired_state import HeldSpec, NodeGenerations, Offer, StoredSpec, Verdict
 
 FULL = Offer(b"full", b"full-signature")
 PATCH = Offer(b"patch", b"patch-signature")
@@ -79,6 +79,7 @@ HELD = HeldSpec(
     floor_generation=6,
     holds_spec=True,
 )
+WHOLE = replace(HELD, applied_generation=7, floor_generation=7)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,13 @@ HELD = HeldSpec(
         (HELD, {"generation": 8, "node_id": "m"}, Verdict.WRONG_NODE),
         (HELD, {"generation": 8, "trust_domain": "other"}, Verdict.WRONG_TRUST_DOMAIN),
         (HELD, {"generation": 8, "full": False}, Verdict.EMPTY),
-        (HELD, {"generation": 8, "full": False, "patch_base_generation": 6}, Verdict.TAKE),
+        (WHOLE, {"generation": 8, "full": False, "patch_base_generation": 7}, Verdict.TAKE),
+        (WHOLE, {"generation": 8, "full": False, "patch_base_generation": 6}, Verdict.BASE_MISMATCH),
+        # Generation 7 is parked: a patch over what is applied would be laid over what is held.
+        (HELD, {"generation": 8, "full": False, "patch_base_generation": 6}, Verdict.BASE_MISMATCH),
         (HELD, {"generation": 8, "full": False, "patch_base_generation": 7}, Verdict.BASE_MISMATCH),
+        (HELD, {"generation": 0}, Verdict.BAD_GENERATION),
+        (HELD, {"generation": 2**63}, Verdict.BAD_GENERATION),
         (HELD, {"generation": 7, "full": False, "patch_base_generation": 6}, Verdict.HELD),
         (replace(HELD, holds_spec=False), {"generation": 6}, Verdict.TAKE),
         (
@@ -105,3 +111,23 @@ HELD = HeldSpec(
 def test_every_verdict(held: HeldSpec, said: dict[str, object], verdict: Verdict) -> None:
     body: dict[str, object] = {"node_id": "n", "trust_domain": "bc.local", "full": True, "patch_base_generation": None}
     assert desired_state.judge(held, **{**body, **said}) is verdict  # type: ignore[arg-type]  # test data
+
+
+@pytest.mark.parametrize(
+    ("generation", "observed", "applied", "overtaken_by", "following"),
+    [
+        (0, 0, 0, None, 1),
+        (3, 3, 3, None, 4),
+        (3, 2, 1, None, 4),
+        (3, 5, 5, 5, 6),
+        (3, 5, 2, 5, 6),
+        (3, 2**62, 3, None, 4),
+        (3, 3 + desired_state.GENERATION_LEAP_MAX, 3, 3 + desired_state.GENERATION_LEAP_MAX, 1_000_004),
+    ],
+)
+def test_a_new_generation_is_above_what_the_daemon_knows(
+    generation: int, observed: int, applied: int, overtaken_by: int | None, following: int
+) -> None:
+    held = NodeGenerations(generation=generation, observed_generation=observed, applied_generation=applied)
+    assert desired_state.overtaken_by(held) == overtaken_by
+    assert desired_state.next_generation(held) == following

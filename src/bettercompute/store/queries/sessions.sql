@@ -235,10 +235,11 @@ SELECT (SELECT holds_lease(:gateway_id, :lease_token)) AS lease_held, ARRAY (SEL
 
 -- name: sessions.newer_specs
 -- other: reads what the sessions of this gateway have not been offered yet
-SELECT n.node_id, n.spec_generation, n.spec_body, n.spec_signature
+SELECT n.node_id, n.spec_generation, n.spec_body, n.spec_signature, p.patch_base, p.patch_body, p.patch_signature
 FROM unnest(:node_ids::text[], :generations::bigint[]) AS u (node_id, generation)
 JOIN nodes n ON n.node_id = u.node_id
 WHERE n.spec_generation > u.generation;
+LEFT JOIN node_specs p ON p.node_id = n.node_id AND p.generation = n.spec_generation
 
 -- name: sessions.recently_published_specs
 -- other: the poll behind the notification of a newer spec
