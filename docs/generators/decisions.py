@@ -19,6 +19,7 @@ GROUPS = {
     80: "Node daemon",
     90: "Processes of the control plane",
     101: "How the parts behave together",
+    120: "Signed intent and the life of keys",
 }
 
 INTRODUCTION = """\

@@ -19,8 +19,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from google.protobuf.message import DecodeError
 
 from bettercompute.errors import Refused
-from bettercompute.pki import identity, signatures
+from bettercompute.pki import identity, quorum, signatures
 from bettercompute.pki.certificates import is_p256
+from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet
 from bettercompute.protocol import messages
 from bettercompute.protocol.envelopes import trust_bundle_input
 from bettercompute.protocol.limits import MAX_TRUST_BUNDLE_BYTES
@@ -50,6 +51,9 @@ class TrustContent:
     join_signing_keys: tuple[ec.EllipticCurvePublicKey, ...]
     join_encryption_keys: tuple[ec.EllipticCurvePublicKey, ...]
     serving_ca_pins: tuple[str, ...]
+    approvers: ApproverSet = NO_APPROVERS
+    approver_signatures: tuple[bytes, ...] = ()
+    """Serialized Signatures by which the approvers of the set before this one agreed to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,8 @@ def _parse(bundle: messages.TrustBundle) -> TrustContent:
         )
     if not identity.is_trust_domain(bundle.trust_domain):
         raise _bad_bundle(f"{bundle.trust_domain[:80]!a} is not a trust domain")
+    if len(bundle.approver_set_signatures) > quorum.APPROVERS_MAX:
+        raise _bad_bundle(f"it has over {quorum.APPROVERS_MAX} signatures under its approver set")
     if any(len(pin) != _SHA256_BYTES for pin in bundle.serving_ca_spki_sha256):
         raise _bad_bundle("a serving CA pin is not a SHA-256")
     return TrustContent(
@@ -132,6 +138,10 @@ def _parse(bundle: messages.TrustBundle) -> TrustContent:
         join_signing_keys=tuple(_key(spki) for spki in bundle.join_signing_keys),
         join_encryption_keys=tuple(_key(spki) for spki in bundle.join_encryption_keys),
         serving_ca_pins=tuple(pin.hex() for pin in bundle.serving_ca_spki_sha256),
+        approvers=quorum.approver_set_of(bundle),
+        approver_signatures=tuple(
+            signature.SerializeToString(deterministic=True) for signature in bundle.approver_set_signatures
+        ),
     )
 
 
@@ -144,6 +154,12 @@ def _bundle(content: TrustContent, *, version: int, now_ms: int) -> messages.Tru
         join_encryption_keys=[_spki(public_key) for public_key in content.join_encryption_keys],
         serving_ca_spki_sha256=[bytes.fromhex(pin) for pin in content.serving_ca_pins],
         issued_at_ms=now_ms,
+        approver_keys=content.approvers.keys,
+        approver_threshold=content.approvers.threshold,
+        quorum_tiers=content.approvers.tiers,  # type: ignore[arg-type]  # also numbers without a name yet
+        unbatched_destructive_per_hour=content.approvers.unbatched_per_hour,
+        approver_set_epoch=content.approvers.epoch,
+        approver_set_signatures=map(messages.Signature.FromString, content.approver_signatures),
     )
 
 

@@ -198,12 +198,13 @@ def approver_set_sha256(bundle: messages.TrustBundle) -> bytes:
 
 def approver_set_input(bundle: messages.TrustBundle, *, trust_domain: str) -> bytes:
     """Cover the bundle's approver set at its epoch; signed by the approvers of the set before it."""
-    return signing_input(
-        Purpose.APPROVER_SET,
-        uint64_be(bundle.approver_set_epoch),
-        sha256(_bundle_set_content(bundle)),
-        trust_domain.encode(),
-    )
+    content = _bundle_set_content(bundle)
+    return approver_set_signing_input(epoch=bundle.approver_set_epoch, content=content, trust_domain=trust_domain)
+
+
+def approver_set_signing_input(*, epoch: int, content: bytes, trust_domain: str) -> bytes:
+    """Cover an approver set, given as `approver_set_content`, at its epoch."""
+    return signing_input(Purpose.APPROVER_SET, uint64_be(epoch), sha256(content), trust_domain.encode())
 
 
 def _bundle_set_content(bundle: messages.TrustBundle) -> bytes:
