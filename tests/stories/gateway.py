@@ -15,6 +15,7 @@ from bettercompute.protocol.statuses import Status, format_pushback, parse_pushb
 from bettercompute.protocol.validation import validate_for_store
 from bettercompute.protocol.versions import PROTOCOL_VERSION, ProtocolRange
 from bettercompute.session import effects, gateway_side, inputs, liveness, opening
+from bettercompute.session.announcements import QUARANTINE_REASON, revocation_notice
 from bettercompute.session.epochs import Fence
 from bettercompute.session.hello_plan import GatewayFacts, HelloPlan, HelloRefusal
 from bettercompute.session.opening import GatewayCondition, GatewayState
@@ -22,12 +23,12 @@ from tests.stories import wording
 from tests.stories.network import Ended, Stream
 
 if TYPE_CHECKING:
+    from tests.stories.machine import Machine
     from tests.stories.stage import Stage
 
 LEASE_MS = 15_000
 TRUST_LEASE_MS = 13_000
 KEEP_FACTS_MS = 10_000
-FEED_NOTICE_CURE = "re-join the machine with a new join token (`bcd rejoin`)"
 
 
 @dataclass(eq=False)
@@ -105,7 +106,7 @@ class Gateway:
             self.admission,
             self._condition(),
             attempt=attempt,
-            revoked=stream.machine.serial in self.stage.control.revoked,
+            revocation=self._revocation(stream.machine),
             now_ms=self.stage.now_ms,
             drawn=self.stage.draw("gateway"),
         )
@@ -206,18 +207,18 @@ class Gateway:
 
     def _tell_clone(self, node_id: str, refusal: HelloRefusal) -> None:
         writes, clone = refusal.writes, self.sessions.get(node_id)
-        if writes is None or writes.revoke is None or clone is None:
+        if writes is None or writes.notice is None:
             return
-        notice = messages.RevocationNotice(
-            reason=writes.notice_reason,
-            message=writes.notice_message,
-            cure=writes.notice_cure,
-            claimants=[
-                messages.IdentityClaimant(boot_id=boot_id, address=address, seen_at_ms=seen_at_ms)
-                for boot_id, address, seen_at_ms in writes.claimants
-            ],
-        )
-        self.give(clone, inputs.Revoked(notice))
+        self.stage.notices[node_id] = writes.notice.SerializeToString()
+        if clone is not None:
+            self.give(clone, inputs.Revoked(writes.notice))
+
+    def _revocation(self, machine: Machine) -> messages.RevocationNotice | None:
+        reason = self.stage.control.revoked.get(machine.serial)
+        if reason is None:
+            return None
+        kept = self.stage.notices.get(machine.node_id, b"") if reason == QUARANTINE_REASON else b""
+        return revocation_notice(serial=machine.serial, node_id=machine.node_id, reason=reason, kept=kept)
 
     # A live session
 
@@ -324,10 +325,8 @@ class Gateway:
                 self._facts = [item for item in self._facts if item[0] is not live]
                 self.give(live, inputs.FactsFailed("the database did not take what this node reported"))
         for live in list(self.sessions.values()):
-            reason = self.stage.control.revoked.get(live.stream.machine.serial)
-            if reason is not None:
-                message = f"certificate {live.stream.machine.serial} is revoked: {reason}"
-                notice = messages.RevocationNotice(reason=reason, message=message, cure=FEED_NOTICE_CURE)
+            notice = self._revocation(live.stream.machine)
+            if notice is not None:
                 self.give(live, inputs.Revoked(notice))
             self.give(live, inputs.Tick())
 

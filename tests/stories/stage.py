@@ -35,6 +35,8 @@ class Stage:
         self.control = ControlPlane(self.tell)
         self.gateways: dict[str, Gateway] = {}
         self.machines: dict[str, Machine] = {}
+        self.notices: dict[str, bytes] = {}
+        """What each quarantined node's clones are told; it is kept with the revocation."""
         self.streams: list[Stream] = []
         self.dice: dict[str, deque[float]] = {"daemon": deque(), "gateway": deque()}
         self.watch: Watch | None = None

@@ -189,7 +189,7 @@ class Acceptor:
             self._admission,
             self._condition(life),
             attempt=parse_attempt(call.metadata.get(ATTEMPT_METADATA)),
-            revoked=self._revocations.contains(certificate.serial),
+            revocation=self._revocations.notice(certificate.serial),
             now_ms=self._world.clock.monotonic_ms(),
             drawn=self._world.dice.uniform(0, 1),
         )
@@ -271,18 +271,10 @@ class Acceptor:
         """Tell the clone that is connected here why its certificate has just been revoked."""
         writes = refused.writes
         clone = life.registry.get(node_id)
-        if writes is None or writes.revoke is None or clone is None:
+        if writes is None or writes.notice is None or clone is None:
             return
-        notice = messages.RevocationNotice(
-            reason=writes.notice_reason,
-            message=writes.notice_message,
-            cure=writes.notice_cure,
-            serials=refused.serials,
-            claimants=[
-                messages.IdentityClaimant(boot_id=boot_id, address=address, seen_at_ms=seen_at_ms)
-                for boot_id, address, seen_at_ms in writes.claimants
-            ],
-        )
+        notice = messages.RevocationNotice(serials=refused.serials)
+        notice.MergeFrom(writes.notice)
         clone.give(Revoked(notice))
 
     # Join and Renew

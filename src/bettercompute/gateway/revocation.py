@@ -14,6 +14,7 @@ import structlog
 from bettercompute.errors import BetterComputeError
 from bettercompute.gateway.registry import SessionRegistry
 from bettercompute.protocol import messages
+from bettercompute.session.announcements import revocation_notice
 from bettercompute.session.inputs import Revoked
 from bettercompute.store import certificates
 from bettercompute.store.certificates import Revocation
@@ -33,7 +34,7 @@ class RevocationFeed:
     def __init__(self, database: Database, *, world: World) -> None:
         self._database = database
         self._world = world
-        self._serials: dict[str, str] = {}
+        self._serials: dict[str, Revocation] = {}
         self._newest_ms = 0
         self._reloaded_at_ms: int | None = None
         self.first_read = asyncio.Event()
@@ -45,9 +46,10 @@ class RevocationFeed:
         """Return whether the set has been read at least once."""
         return self.first_read.is_set()
 
-    def contains(self, serial: str) -> bool:
-        """Return whether a certificate is known to be revoked."""
-        return serial in self._serials
+    def notice(self, serial: str) -> messages.RevocationNotice | None:
+        """Return what the holder of a certificate that is known to be revoked is told; None when it is not."""
+        row = self._serials.get(serial)
+        return None if row is None else _notice(row)
 
     def attach(self, registry: SessionRegistry) -> None:
         """End the sessions of this registry when their certificate is revoked."""
@@ -79,7 +81,7 @@ class RevocationFeed:
             self._serials = {}
             self._reloaded_at_ms = now_ms
         for row in rows:
-            self._serials[row.serial] = row.revocation_reason
+            self._serials[row.serial] = row
             self._newest_ms = max(self._newest_ms, row.revoked_at_ms)
         self.first_read.set()
         if self._registry is not None:
@@ -89,9 +91,6 @@ class RevocationFeed:
 
 
 def _notice(row: Revocation) -> messages.RevocationNotice:
-    return messages.RevocationNotice(
-        reason=row.revocation_reason,
-        serials=[row.serial],
-        message=f"certificate {row.serial} of node {row.node_id} is revoked: {row.revocation_reason}",
-        cure="re-join the machine with a new join token (`bcd rejoin`)",
+    return revocation_notice(
+        serial=row.serial, node_id=row.node_id, reason=row.revocation_reason, kept=row.revocation_notice or b""
     )

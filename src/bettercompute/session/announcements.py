@@ -114,14 +114,19 @@ def quarantined(
 ) -> HelloRefusal:
     """The Hello that trips the quarantine: counter, revocation and events commit, the epoch does not move."""
     node_id = facts.certificate.node_id
-    notice = (
-        f"certificate quarantined: duplicate identity: two machines say they are {node_id}, {judgement.alternations} "
-        "alternations; all certificates of this identity are revoked"
+    notice = messages.RevocationNotice(
+        reason=QUARANTINE_REASON,
+        message=f"certificate quarantined: duplicate identity: two machines say they are {node_id}, "
+        f"{judgement.alternations} alternations; all certificates of this identity are revoked",
+        cure=duplicate_identity.CURE,
+        claimants=(
+            messages.IdentityClaimant(boot_id=row.boot_id, address=row.peer_address, seen_at_ms=row.last_seen_ms or 0),
+            messages.IdentityClaimant(
+                boot_id=hello.boot_id, address=facts.gateway.peer_address, seen_at_ms=facts.now_ms
+            ),
+        ),
     )
-    message = (
-        f"{notice}; claimed by boot {row.boot_id} from {row.peer_address or 'an unknown address'} and boot "
-        f"{hello.boot_id} from {facts.gateway.peer_address or 'an unknown address'}; cure: {duplicate_identity.CURE}"
-    )
+    message = notice_text(notice)
     quarantined = PublishedEvent(
         name=telemetry.EVENT_NODE_QUARANTINED,
         node_id=node_id,
@@ -132,12 +137,29 @@ def quarantined(
         revoke=IdentityRevocation(node_id=node_id, generation=facts.node.identity_generation, reason=QUARANTINE_REASON),
         reset_duplicates=True,
         conditions=(_duplicate_condition(message),),
-        notice_reason=QUARANTINE_REASON,
-        notice_message=notice,
-        notice_cure=duplicate_identity.CURE,
-        claimants=(
-            (row.boot_id, row.peer_address, row.last_seen_ms or 0),
-            (hello.boot_id, facts.gateway.peer_address, facts.now_ms),
-        ),
+        notice=notice,
     )
     return HelloRefusal(refuse(Reason.QUARANTINED, message), writes)
+
+
+def revocation_notice(*, serial: str, node_id: str, reason: str, kept: bytes) -> messages.RevocationNotice:
+    """Return what the holder of a revoked serial is told; `kept` is the notice stored with the revocation, or empty."""
+    if kept:
+        notice = messages.RevocationNotice.FromString(kept)
+    else:
+        notice = messages.RevocationNotice(
+            reason=reason,
+            message=f"certificate {serial} of node {node_id} is revoked: {reason}",
+            cure="re-join the machine with a new join token (`bcd rejoin`)",
+        )
+    notice.serials[:] = [serial]
+    return notice
+
+
+def notice_text(notice: messages.RevocationNotice) -> str:
+    """Return a revocation in one sentence: why, who claimed the identity, and the cure."""
+    claimants = " and ".join(
+        f"boot {one.boot_id} from {one.address or 'an unknown address'}" for one in notice.claimants
+    )
+    parts = (notice.message, claimants and f"claimed by {claimants}", notice.cure and f"cure: {notice.cure}")
+    return "; ".join(part for part in parts if part)

@@ -15,6 +15,7 @@ from bettercompute.delivery.commands import CommandState
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
 from bettercompute.session import clock, daemon_beats, daemon_commands, inputs, resume
+from bettercompute.session.announcements import notice_text
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts, Phase
 from bettercompute.session.effects import (
     AckCommands,
@@ -265,11 +266,7 @@ def _acked(state: DaemonSession, ack: messages.Ack) -> Outcome:
 
 def _revoked(state: DaemonSession, notice: messages.RevocationNotice) -> Outcome:
     """Tell people on this host who claimed the identity and what the cure is; the gateway ends the session."""
-    claimants = " and ".join(
-        f"boot {one.boot_id} from {one.address or 'an unknown address'}" for one in notice.claimants
-    )
-    parts = (notice.message, claimants and f"claimed by {claimants}", notice.cure and f"cure: {notice.cure}")
-    message = "; ".join(part for part in parts if part)
+    message = notice_text(notice)
     return state, (
         SetCondition(IDENTITY_REVOKED, holds=True, reason=notice.reason, message=message),
         Warn(notice.reason or "revoked", message),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from bettercompute.delivery.commands import CommandState, OutgoingCommand
 from bettercompute.delivery.facts import CommandFact
 from bettercompute.errors import Refused
+from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason
 
 # --- Facts
@@ -312,11 +313,9 @@ class RefusalWrites:
     reset_duplicates: bool = False
     """duplicate_hellos = 0, duplicate_since = NULL."""
     conditions: tuple[ConditionChange, ...] = ()
-    notice_reason: str = ""
-    notice_message: str = ""
-    notice_cure: str = ""
-    claimants: tuple[tuple[str, str, int], ...] = ()
-    """boot id, address and time last seen of the machines that claim the identity."""
+    notice: messages.RevocationNotice | None = None
+    """What both clones are told, wherever they are connected: kept beside each revoked serial, which it does not name.
+    """
 
 
 @dataclass(frozen=True, slots=True)

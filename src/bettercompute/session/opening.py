@@ -15,6 +15,7 @@ from enum import Enum
 from bettercompute.errors import Refused
 from bettercompute.protocol import limits, messages
 from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.session.announcements import notice_text
 
 RATE_PER_S = 200
 """Handshakes that one gateway's core bears beside its sessions (docs/performance.md)."""
@@ -99,23 +100,20 @@ def admit_session(
     condition: GatewayCondition,
     *,
     attempt: int | None,
-    revoked: bool,
+    revocation: messages.RevocationNotice | None,
     now_ms: int,
     drawn: float,
 ) -> tuple[AdmissionState, Refused | None]:
     """Return the bucket after a Session stream asked to come in, and its refusal, or None when it is admitted.
 
-    `attempt` is the parsed `x-bc-attempt` (None: the header is missing), `revoked` whether the certificate's serial
-    is in the revocation set, `drawn` a number even from [0, 1).
+    `attempt` is the parsed `x-bc-attempt` (None: the header is missing), `revocation` what the revocation set says
+    of the certificate's serial, `drawn` a number even from [0, 1).
     """
     refused = _refused_by_condition(condition, drawn=drawn)
     if refused is not None:
         return state, refused
-    if revoked:
-        return state, refuse(
-            Reason.REVOKED,
-            "the client certificate is revoked; re-join the machine with a new join token (`bcd rejoin`)",
-        )
+    if revocation is not None:
+        return state, refuse(Reason.REVOKED, notice_text(revocation))
     state = _refilled(state, now_ms=now_ms)
     newcomer = attempt == 0
     if state.tokens >= 1 and not (newcomer and state.next_at_ms > now_ms):

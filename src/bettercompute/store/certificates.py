@@ -52,6 +52,8 @@ class Revocation:
     node_id: str
     revoked_at_ms: int
     revocation_reason: str
+    revocation_notice: bytes | None
+    """The serialized `RevocationNotice` without its serials; None: the reason says it all."""
 
 
 async def insert(transaction: Transaction, certificate: NewCertificate) -> None:

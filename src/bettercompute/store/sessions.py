@@ -302,6 +302,7 @@ async def refuse_hello(
         lease_token=lease.token,
         reset_duplicates=writes.reset_duplicates,
         revocation_reason=None if revoke is None else revoke.reason,
+        revocation_notice=None if writes.notice is None else writes.notice.SerializeToString(),
         quarantine_event=telemetry.EVENT_NODE_QUARANTINED,
         revoked_generation=0 if revoke is None else revoke.generation,
         **_condition_arguments(writes.conditions),

@@ -10,6 +10,7 @@ from bettercompute.delivery.commands import CommandState
 from bettercompute.errors import Unavailable
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
+from bettercompute.session.announcements import notice_text
 from bettercompute.store import sessions
 from bettercompute.store.database import Conflict, Transaction
 from tests.contract.gateway import seed
@@ -212,6 +213,30 @@ async def test_clones_are_quarantined_and_both_are_told(rig):
     [event] = await rig.database.query("SELECT payload FROM outbox WHERE type = 'security.node.quarantined'")
     assert node.serial in event["payload"]
     assert (await rig.row("node-a"))["session_epoch"] == 4
+
+
+async def test_a_clone_on_another_gateway_is_told_the_same(rig):
+    node = await rig.add_node("node-a")
+    _, server = await rig.start_another()
+    for number in range(3):
+        await rig.connect(node, boot_id=("boot-a", "boot-b")[number % 2])
+    elsewhere = await rig.connect(node, server=server, boot_id="boot-b")
+    last = await rig.dial(node, address="192.0.2.9")
+    last.say_hello(boot_id="boot-a")
+    _, reason, refusal = await last.end()
+    assert reason == "quarantined"
+    notice = (await elsewhere.receive("revoked")).revoked
+    assert notice.reason == "duplicate-identity"
+    assert [(one.boot_id, one.address) for one in notice.claimants] == [
+        ("boot-b", "127.0.0.1"),
+        ("boot-a", "192.0.2.9"),
+    ]
+    assert list(notice.serials) == [node.serial]
+    assert notice_text(notice) == refusal
+    assert (await elsewhere.end())[:2] == (Status.UNAUTHENTICATED, "revoked")
+    # One that was not connected is told when it dials again.
+    late = await rig.dial(node, server=server)
+    assert await late.end() == (Status.UNAUTHENTICATED, "revoked", refusal)
 
 
 async def test_the_daemon_leaving_during_its_hello_leaves_no_live_row(rig):

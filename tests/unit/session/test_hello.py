@@ -342,7 +342,8 @@ def test_the_quarantine_commits_its_writes_without_an_epoch() -> None:
         telemetry.EVENT_NODE_QUARANTINED,
     ]
     assert writes.events[0].attributes["quarantined"] is True
-    assert {boot for boot, _, _ in writes.claimants} == {"boot-1", "boot-2"}
+    assert writes.notice is not None
+    assert {one.boot_id for one in writes.notice.claimants} == {"boot-1", "boot-2"}
 
 
 def test_conditions_clear_after_a_quiet_window() -> None:

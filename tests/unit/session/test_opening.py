@@ -28,7 +28,8 @@ def admit(
     now_ms: int = 0,
     drawn: float = 0.5,
 ) -> tuple[AdmissionState, Refused | None]:
-    return opening.admit_session(state, condition, attempt=attempt, revoked=revoked, now_ms=now_ms, drawn=drawn)
+    revocation = messages.RevocationNotice(message="it is revoked", cure="re-join it") if revoked else None
+    return opening.admit_session(state, condition, attempt=attempt, revocation=revocation, now_ms=now_ms, drawn=drawn)
 
 
 def drained(rate_per_s: float = 200) -> AdmissionState:
@@ -80,6 +81,7 @@ def test_a_revoked_serial_is_refused_before_a_token_is_spent() -> None:
     assert after == before
     assert refused is not None
     assert (refused.status, refused.reason) == (Status.UNAUTHENTICATED, Reason.REVOKED)
+    assert refused.message == "it is revoked; cure: re-join it"
 
 
 def test_one_second_of_tokens_at_most() -> None:

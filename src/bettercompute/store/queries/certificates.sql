@@ -45,7 +45,7 @@ RETURNING c.serial;
 
 -- name: certificates.revoked_since
 -- other: read by every gateway; expired ones are refused without it
-SELECT serial, node_id, to_ms(revoked_at) AS revoked_at_ms, revocation_reason
+SELECT serial, node_id, to_ms(revoked_at) AS revoked_at_ms, revocation_reason, revocation_notice
   FROM node_certs
  WHERE revoked_at IS NOT NULL AND revoked_at >= at_ms(:since_ms) AND not_after > compute_now()
  ORDER BY revoked_at, serial;

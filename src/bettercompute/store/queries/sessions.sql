@@ -157,7 +157,8 @@ WITH allowed AS MATERIALIZED (
   ORDER BY c.serial
   FOR NO KEY UPDATE OF c
 ), revoked AS (
-  UPDATE node_certs c SET revoked_at = compute_now(), revocation_reason = :revocation_reason
+  UPDATE node_certs c SET revoked_at = compute_now(), revocation_reason = :revocation_reason,
+    revocation_notice = :revocation_notice
   FROM certificates WHERE c.serial = certificates.serial
   RETURNING c.serial
 ), serials AS MATERIALIZED (
