@@ -120,6 +120,8 @@ def _route(state: GatewaySession, given: inputs.GatewayInput, now_ms: int) -> Ou
             return marks_found(state, commands)
         case inputs.PutBackCommitted():
             return state, (PokeDispatch(),)
+        case inputs.BackOffOver(command):
+            return back_off_over(state, command)
         case inputs.CancelRequested(command_id, reason):
             return _cancel_requested(state, command_id, reason)
         case inputs.SpecPublished(spec, requested):
@@ -130,8 +132,6 @@ def _route(state: GatewaySession, given: inputs.GatewayInput, now_ms: int) -> Ou
             return draining, (SendFrame(messages.ServerFrame(drain=drain)),)
         case inputs.TunnelRequested(tunnel_id, ticket):
             request = messages.OpenTunnel(tunnel_id=tunnel_id, ticket=ticket)
-        case inputs.BackOffOver(command):
-            return back_off_over(state, command)
             return state, (SendFrame(messages.ServerFrame(open_tunnel=request)),)
         case inputs.SecretAnswered(response):
             return state, (SendFrame(messages.ServerFrame(secret=response)),)

@@ -328,24 +328,24 @@ def test_busy_puts_back_what_this_session_sent_and_waits_longer() -> None:
         assert state.lanes[1].available == 8
         state, effects = step(state, inputs.PutBackCommitted("c-1"))
         assert effects == (PokeDispatch(),)
+    held = HeldCommand(command_id="c-1", kind="inventory.refresh", lane=1, seq=1, signed=False)
+    again, effects = step(state, inputs.BackOffOver(held))
+    assert (again.held, effects) == ((held,), (PokeDispatch(),)), (
+        "it had been accepted once: held back, then sent again"
+    )
     state, _ = step(state, inputs.CommandsMarked((marked(1),)))
     state, _ = received(state, update=messages.CommandUpdate(command_id="c-1", state=messages.COMMAND_STATE_RUNNING))
     assert not state.busy
+    assert step(state, inputs.BackOffOver(held)) == (state, ()), "settled meanwhile"
 
 
 def test_unsigned_updates_of_a_signed_only_session_are_not_authenticated() -> None:
     unsigned = messages.CommandUpdate(command_id="c-1", state=messages.COMMAND_STATE_SUCCEEDED)
     signed = messages.CommandUpdate(
         command_id="c-1", state=messages.COMMAND_STATE_SUCCEEDED, signature=messages.Signature(value=b"v" * 64)
-    held = HeldCommand(command_id="c-1", kind="inventory.refresh", lane=1, seq=1, signed=False)
-    again, effects = step(state, inputs.BackOffOver(held))
-    assert (again.held, effects) == ((held,), (PokeDispatch(),)), (
-        "it had been accepted once: held back, then sent again"
-    )
     )
     for update, authenticated in ((unsigned, False), (signed, True)):
         _, effects = received(session(signed_only=True), update=update)
-    assert step(state, inputs.BackOffOver(held)) == (state, ()), "settled meanwhile"
         assert isinstance(effects[0], RecordFacts)
         (fact,) = effects[0].facts
         assert isinstance(fact, CommandFact)
