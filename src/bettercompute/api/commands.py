@@ -7,12 +7,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query
 from pydantic import BaseModel, Field, StringConstraints
 
+from bettercompute import telemetry
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.enqueue import BATCH_NODES_MAX, Wanted, enqueue
 from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page, command_state
 from bettercompute.api.shapes import CommandShape, command_shape
-from bettercompute.api.storable import Id, JsonObject, Text
+from bettercompute.api.storable import Body, Id, JsonObject, Text
 from bettercompute.delivery.commands import TERMINAL
 from bettercompute.errors import Refused
 from bettercompute.protocol.limits import MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
@@ -28,7 +29,7 @@ IdempotencyKey = Annotated[Id, StringConstraints(max_length=255)]
 router = APIRouter(prefix="/v1", tags=["commands"])
 
 
-class RunRequest(BaseModel):
+class RunRequest(Body):
     """Run a kind on named nodes, or on all."""
 
     kind: Text
@@ -53,9 +54,11 @@ class RunAnswer(BaseModel):
     kind: str
     gives_up_after_ms: int
     commands: list[Made]
+    without_session: list[str]
+    """The nodes that were not connected when it was made: their commands wait until they are, or until `not_after`."""
 
 
-class CancelRequest(BaseModel):
+class CancelRequest(Body):
     """Why, for the node's log and the audit log."""
 
     reason: Text = ""
@@ -123,10 +126,19 @@ async def list_commands(
     """List commands, the newest first; those of one batch in the order in which they were made."""
     if node_id is not None and await nodes.get(context.database, node_id=node_id) is None:
         raise refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")
+    states = None if state is None else [command_state(state)]
     if batch_id is not None:
         if not await commands.list_batch(context.database, batch_id=batch_id, page_size=1):
             raise _no_batch(batch_id)
-        page = await commands.list_batch(context.database, batch_id=batch_id, after=after or "", page_size=limit)
+        page = await commands.list_batch(
+            context.database,
+            batch_id=batch_id,
+            after=after or "",
+            page_size=limit,
+            node_id=node_id,
+            kind=kind,
+            states=states,
+        )
     else:
         page = await commands.list_page(
             context.database,
@@ -134,7 +146,7 @@ async def list_commands(
             page_size=limit,
             node_id=node_id,
             kind=kind,
-            states=None if state is None else [command_state(state)],
+            states=states,
         )
     now_ms = await controller_runs.now_ms(context.database)
     return Page(
@@ -164,7 +176,12 @@ async def cancel(
     """Ask for a command's end. It is kept until the node has heard of it; a result that came first stands."""
     async with context.database.transaction() as transaction:
         outcomes = await commands.request_cancel(
-            transaction, command_ids=[command_id], requested_by=caller.name, reason=request.reason
+            transaction,
+            command_ids=[command_id],
+            requested_by=caller.name,
+            reason=request.reason,
+            draw_id=context.world.ids.uuid7,
+            event_type=telemetry.EVENT_COMMAND_FINISHED,
         )
         outcome = outcomes[command_id]
         if outcome is commands.CancelOutcome.UNKNOWN:
@@ -174,7 +191,8 @@ async def cancel(
             actor=caller.name,
             action="command.cancel",
             target=f"command/{command_id}",
-            details={"outcome": outcome.value, "reason": request.reason},
+            why=request.reason,
+            details={"outcome": outcome.value},
         )
     command = await commands.get(context.database, command_id=command_id)
     assert command is not None, "the transaction saw it"

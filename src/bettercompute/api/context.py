@@ -83,11 +83,24 @@ class ApiContext:
     site: str
 
     async def record(
-        self, queries: Queries, *, actor: str, action: str, target: str, details: Mapping[str, Any] | None = None
+        self,
+        queries: Queries,
+        *,
+        actor: str,
+        action: str,
+        target: str,
+        why: str = "",
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         """Write an act into the audit log, in the act's own transaction."""
         entry = audit.NewEntry(
-            id=self.world.ids.uuid7(), actor=actor, action=action, target=target, outcome="done", details=details or {}
+            id=self.world.ids.uuid7(),
+            actor=actor,
+            action=action,
+            target=target,
+            why=why,
+            outcome="done",
+            details=details or {},
         )
         await audit.record(queries, entry)
 

@@ -18,11 +18,13 @@ from bettercompute.protocol.kinds import KINDS, CommandKind, pack_payload
 from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import commands, controller_runs, idempotency, nodes
+from bettercompute.store.nodes import Node
 
 # One transaction holds them all; a larger fleet is run in several batches.
 BATCH_NODES_MAX = 20_000
 BATCH_BYTES_MAX = 256 << 20
 PAGE_ROWS = 1_000
+CONNECTED = "connected"
 INSERT_ROWS = 1_000
 
 
@@ -40,7 +42,7 @@ class Wanted:
 
 
 async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
-    """Store the commands and return `{"batch_id", "kind", "gives_up_after_ms", "commands": [{"id", "node_id"}]}`.
+    """Store the commands and return the fields of a `RunAnswer`.
 
     Raises `Refused` for an unknown kind, a payload that the kind does not take, an unknown node, or a node whose role
     cannot run the kind.
@@ -51,7 +53,8 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
             Reason.BAD_REQUEST, f"kind {shown(wanted.kind)} is not known; there are {', '.join(sorted(KINDS))}"
         )
     payload = payloads.read(kind, wanted.payload)
-    node_ids = await _nodes(context, kind, wanted.node_ids)
+    targets = await _nodes(context, kind, wanted.node_ids)
+    node_ids = [node.node_id for node in targets]
     _check_size(payload, nodes_count=len(node_ids))
     timeout_ms = wanted.timeout_ms or kind.timeout_ms
     async with context.database.transaction() as transaction:
@@ -92,6 +95,7 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
             "kind": kind.name,
             "gives_up_after_ms": wanted.not_after_in_ms + timeout_ms,
             "commands": [{"id": command.command_id, "node_id": command.node_id} for command in made],
+            "without_session": [node.node_id for node in targets if node.state != CONNECTED],
         }
         if wanted.idempotency_key is not None:
             await idempotency.complete(
@@ -110,7 +114,7 @@ def _check_size(payload: messages.ProtoMessage, *, nodes_count: int) -> None:
         )
 
 
-async def _nodes(context: ApiContext, kind: CommandKind, node_ids: Sequence[str] | None) -> list[str]:
+async def _nodes(context: ApiContext, kind: CommandKind, node_ids: Sequence[str] | None) -> list[Node]:
     if node_ids is None:
         return await _every_node(context, kind)
     wanted = sorted(set(node_ids))
@@ -130,20 +134,20 @@ async def _nodes(context: ApiContext, kind: CommandKind, node_ids: Sequence[str]
                 Reason.BAD_REQUEST,
                 f"{node.node_id} has the role {node.role}; {kind.name} runs on {', '.join(sorted(roles))}",
             )
-    return wanted
+    return found
 
 
 def _roles(kind: CommandKind) -> set[str]:
     return {name for role in kind.roles if (name := role_of(role)) is not None}
 
 
-async def _every_node(context: ApiContext, kind: CommandKind) -> list[str]:
+async def _every_node(context: ApiContext, kind: CommandKind) -> list[Node]:
     roles = _roles(kind)
-    found: list[str] = []
+    found: list[Node] = []
     after = ""
     while True:
         page = await nodes.list_page(context.database, after=after, page_size=PAGE_ROWS)
-        found += [node.node_id for node in page if node.role in roles]
+        found += [node for node in page if node.role in roles]
         if len(found) > BATCH_NODES_MAX:
             raise refuse(
                 Reason.BAD_REQUEST, f"the fleet has more than {BATCH_NODES_MAX} nodes: name them in several runs"

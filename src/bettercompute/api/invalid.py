@@ -87,6 +87,8 @@ def _sentence(error: Mapping[str, Any]) -> str:
     field = _field(error["loc"])
     if kind == "missing":
         return f"{field} is missing" + (f": {NOT_JSON}" if field == "the body" else "")
+    if kind == "extra_forbidden":
+        return f"{field} is no field of this request: leave it out; /openapi.json lists the fields there are"
     if kind in {"model_attributes_type", "model_type"}:
         if isinstance(value, bytes):
             return f"{field} is not JSON: {NOT_JSON}"

@@ -14,7 +14,7 @@ from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
 from bettercompute.api.paging import PAGE_ROWS, AfterNode, Limit, Page
 from bettercompute.api.shapes import NodeDetail, NodeShape, node_detail, node_fields
-from bettercompute.api.storable import Id, Storable, Text
+from bettercompute.api.storable import Body, Id, Storable, Text
 from bettercompute.pki.identity import check_role, check_site
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import conditions, controller_runs, inventory, nodes
@@ -24,7 +24,7 @@ CSR_PEM_CHARACTERS_MAX = 16_384
 router = APIRouter(prefix="/v1/nodes", tags=["nodes"])
 
 
-class ProvisionRequest(BaseModel):
+class ProvisionRequest(Body):
     """A joined identity is wanted for this certificate request."""
 
     csr_pem: Annotated[str, Field(max_length=CSR_PEM_CHARACTERS_MAX), Storable]

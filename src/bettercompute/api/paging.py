@@ -50,9 +50,8 @@ class Page(BaseModel, Generic[Item]):
 
 
 def command_state(name: str) -> CommandState:
-    """Return the state of this name, or refuse another name."""
-    try:
-        return CommandState[name.upper()]
-    except KeyError:
-        names = ", ".join(state.name.lower() for state in CommandState)
-        raise refuse(Reason.BAD_REQUEST, f"state {shown(name)}: one of {names}") from None
+    """Return the state of this name, or refuse another name; REJECTED is only ever said on the wire."""
+    stored = {state.name.lower(): state for state in CommandState if state is not CommandState.REJECTED}
+    if name.lower() not in stored:
+        raise refuse(Reason.BAD_REQUEST, f"state {shown(name)}: one of {', '.join(stored)}")
+    return stored[name.lower()]

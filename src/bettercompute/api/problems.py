@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from bettercompute.api import invalid
 from bettercompute.errors import BetterComputeError, Bug, Unavailable
@@ -93,10 +94,13 @@ def install(app: FastAPI) -> None:
             detail = f"the body is no JSON that can be read (not UTF-8, or nested too deeply): {invalid.NOT_JSON}"
             return problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, reason="invalid-request")
         detail = str(error.detail)
-        if error.status_code in {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED}:
-            detail = (
-                f"there is no {request.method} {invalid.shown(request.url.path)}: /openapi.json lists what there is"
-            )
+        asked = f"{request.method} {invalid.shown(request.url.path)}"
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            allowed = ", ".join(_methods(request))
+            detail = f"there is no {asked}: this path takes {allowed}; /openapi.json lists what there is"
+            return problem(error.status_code, detail, reason="http", headers={"allow": allowed})
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            detail = f"there is no {asked}: /openapi.json lists what there is"
         headers = dict(error.headers) if error.headers else None
         reason = _REASONS.get(HTTPStatus(error.status_code), "http")
         return problem(error.status_code, detail, reason=reason, headers=headers)
@@ -108,6 +112,13 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, bug)
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods that this path takes; the framework names those of the first route only."""
+    described = request.app.openapi()["paths"].items()
+    taken = [methods for path, methods in described if compile_path(path)[0].match(request.url.path)]
+    return sorted({method.upper() for methods in taken for method in methods})
 
 
 def _fault(error: Exception, *, path: str) -> JSONResponse:

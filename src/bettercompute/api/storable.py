@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from bettercompute.protocol.limits import MAX_NAME_CHARS
@@ -68,6 +68,12 @@ def _check_json(value: dict[str, Any]) -> dict[str, Any]:
                     _check(key, place)
                 pending.append((child, (place, key), depth + 1))
     return value
+
+
+class Body(BaseModel):
+    """A request's body. A field that it does not have is refused: a misspelled wish must not be taken for none."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 Storable = AfterValidator(_check)

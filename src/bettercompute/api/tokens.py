@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
 from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page
 from bettercompute.api.shapes import TokenShape, token_shape
-from bettercompute.api.storable import Id, Text
+from bettercompute.api.storable import Body, Id, Text
 from bettercompute.pki import join_token
 from bettercompute.pki.identity import check_node_id, check_role, check_site
 from bettercompute.protocol.statuses import Reason, refuse
@@ -24,7 +24,7 @@ TTL_MS_MAX = 31 * 24 * 3_600_000
 router = APIRouter(prefix="/v1/tokens", tags=["tokens"])
 
 
-class TokenRequest(BaseModel):
+class TokenRequest(Body):
     """A join token is wanted."""
 
     site: Text | None = None

@@ -24,6 +24,7 @@ PAYLOAD_BYTES_MAX = 1 << 20
 WAIT_MS = 10_000
 # After a deadline passed, what a node may still take to tell its end.
 GRACE_S = 15.0
+NAMED_MAX = 10
 TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 
@@ -47,6 +48,8 @@ def run(
     body |= {"all": True} if all_nodes else {"nodes": node}
     client = output.run(lambda: ApiClient.from_environment(api))
     made = output.run(lambda: client.post("/v1/commands", body))
+    if made["without_session"]:
+        output.note(_waiting_sentence(made["without_session"], not_after=not_after, batch_id=made["batch_id"]))
     if detach:
         _print_made(made, json=json)
         return
@@ -63,6 +66,16 @@ def run(
         _print_outcome(commands)
     if any(command["state"] != "succeeded" for command in commands):
         raise typer.Exit(output.EXIT_FAILED)
+
+
+def _waiting_sentence(node_ids: list[str], *, not_after: str, batch_id: str) -> str:
+    """Return what somebody must know who would else wait for nodes that are away."""
+    named = ", ".join(node_ids[:NAMED_MAX]) + (f" and {len(node_ids) - NAMED_MAX} more" if node_ids[NAMED_MAX:] else "")
+    return (
+        f"not connected: {named}; the commands wait for these nodes for up to {not_after}. Ctrl-C stops waiting here "
+        f"(see `better-compute commands list --batch {batch_id}`), `commands cancel` ends a command, and --not-after "
+        "bounds the next run"
+    )
 
 
 def _payload(text: str) -> dict[str, Any]:

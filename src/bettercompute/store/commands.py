@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -184,9 +184,26 @@ async def list_page(
     return [_command(row) for row in rows]
 
 
-async def list_batch(queries: Queries, *, batch_id: str, after: str = "", page_size: int) -> list[Command]:
+async def list_batch(
+    queries: Queries,
+    *,
+    batch_id: str,
+    after: str = "",
+    page_size: int,
+    node_id: str | None = None,
+    kind: str | None = None,
+    states: Sequence[CommandState] | None = None,
+) -> list[Command]:
     """Return the next commands of a batch after the id `after`, in the order of ids."""
-    rows = await queries.fetch("commands.list_of_batch", batch_id=batch_id, after=after, page_size=page_size)
+    rows = await queries.fetch(
+        "commands.list_of_batch",
+        batch_id=batch_id,
+        after=after,
+        page_size=page_size,
+        node_id=node_id,
+        kind=kind,
+        states=None if states is None else [int(state) for state in states],
+    )
     return [_command(row) for row in rows]
 
 
@@ -223,9 +240,18 @@ async def output(queries: Queries, *, command_id: str, from_offset: int = 0, pag
 
 
 async def request_cancel(
-    transaction: Transaction, *, command_ids: Sequence[str], requested_by: str, reason: str = ""
+    transaction: Transaction,
+    *,
+    command_ids: Sequence[str],
+    requested_by: str,
+    reason: str = "",
+    draw_id: Callable[[], str],
+    event_type: str,
 ) -> Mapping[str, CancelOutcome]:
-    """Cancel what is pending, and ask for the end of what is in flight; return what became of each."""
+    """Cancel what is pending, and ask for the end of what is in flight; return what became of each.
+
+    `draw_id` gives the ids of the events of type `event_type` that tell of what has ended.
+    """
     rows = await transaction.fetch("commands.lock", command_ids=list(command_ids))
     pending = [row["command_id"] for row in rows if row["state"] == CommandState.PENDING]
     in_flight = [row["command_id"] for row in rows if row["state"] in IN_FLIGHT]
@@ -234,11 +260,14 @@ async def request_cancel(
         await transaction.execute(
             "commands.cancel_pending",
             command_ids=pending,
+            outbox_ids=[draw_id() for _ in pending],
+            event_type=event_type,
             end_reason=CANCELLED_REASON,
             message=f"cancelled by {requested_by} before it was sent",
             **who,
         )
         await tell_finished(transaction, command_ids=pending)
+        await transaction.execute("outbox.notify", channel=channels.OUTBOX, payload="")
     if in_flight:
         await transaction.execute("commands.request_cancel", command_ids=in_flight, **who)
         nodes = {row["command_id"]: row["node_id"] for row in rows}

@@ -8,7 +8,7 @@ import pytest
 
 from bettercompute.api.context import ApiContext
 from bettercompute.protocol import messages
-from bettercompute.store import commands
+from bettercompute.store import audit, commands
 
 Clients = Mapping[str, httpx.AsyncClient]
 
@@ -60,6 +60,7 @@ async def test_the_same_idempotency_key_acts_once(clients: Clients, two_nodes) -
         ({"kind": "inventory.refresh", "nodes": ["n1", "n9"]}, 404, "no node n9"),
         ({"kind": "inventory.refresh", "nodes": ["n1"], "payload": {"sectons": []}}, 400, "its fields are: sections"),
         ({"kind": "inventory.refresh", "nodes": ["n1"], "timeout_ms": 0}, 422, "timeout_ms"),
+        ({"kind": "inventory.refresh", "nodes": ["n1"], "timeout": 5}, 422, "timeout is no field of this request"),
         ({"kind": "inventory.refresh", "nodes": ["n1"], "not_after_ms": 8 * 86_400_000}, 422, "not_after_ms"),
     ],
 )
@@ -84,7 +85,13 @@ async def test_waiting_returns_when_a_command_ends(clients: Clients, context: Ap
     path = f"/v1/batches/{made['batch_id']}"
     waiting = asyncio.create_task(clients["viewer"].get(path, params={"wait_ms": 20_000, "open": 2}))
     async with context.database.transaction() as transaction:
-        await commands.request_cancel(transaction, command_ids=[made["commands"][0]["id"]], requested_by="test")
+        await commands.request_cancel(
+            transaction,
+            command_ids=[made["commands"][0]["id"]],
+            requested_by="test",
+            draw_id=context.world.ids.uuid7,
+            event_type="command.finished",
+        )
     batch = (await asyncio.wait_for(waiting, 10)).json()
     assert batch["open"] == 1
     assert [item["state"] for item in batch["items"]] == ["cancelled", "pending"]
@@ -99,6 +106,24 @@ async def test_pages_of_a_batch(clients: Clients, two_nodes) -> None:
         )
     ).json()
     assert [first["items"][0]["node_id"], rest["items"][0]["node_id"]] == ["n1", "n2"]
+    assert made["without_session"] == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [({"node_id": "n2"}, ["n2"]), ({"state": "running"}, []), ({"kind": "gpu.reset"}, []), ({}, ["n1", "n2"])],
+)
+async def test_filters_narrow_a_batch_too(clients: Clients, two_nodes, more, found) -> None:
+    made = (await clients["operator"].post("/v1/commands", json={"kind": "inventory.refresh", "all": True})).json()
+    page = await clients["viewer"].get("/v1/commands", params={"batch_id": made["batch_id"], **more})
+    assert [item["node_id"] for item in page.json()["items"]] == found
+
+
+async def test_a_wrong_method_is_told_the_right_ones(clients: Clients) -> None:
+    answer = await clients["viewer"].put("/v1/commands", json={})
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "GET, POST"
+    assert "this path takes GET, POST" in answer.json()["detail"]
 
 
 async def test_a_cancel_says_what_it_met(clients: Clients, context: ApiContext, two_nodes) -> None:
@@ -107,6 +132,9 @@ async def test_a_cancel_says_what_it_met(clients: Clients, context: ApiContext, 
     assert (await clients["viewer"].post(path, json={})).status_code == 403
     first = (await clients["operator"].post(path, json={"reason": "wrong node"})).json()
     assert (first["outcome"], first["state"]) == ("cancelled", "cancelled")
+    assert [row["type"] for row in await context.database.query("SELECT type FROM outbox")] == ["command.finished"]
+    [act] = await audit.list_page(context.database, page_size=1, action="command.cancel")
+    assert (act.why, act.details) == ("wrong node", {"outcome": "cancelled"})
     again = (await clients["operator"].post(path, json={})).json()
     assert (again["outcome"], again["state"]) == ("too-late", "cancelled")
     unknown = await clients["operator"].post("/v1/commands/none/cancel", json={})

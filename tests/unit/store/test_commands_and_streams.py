@@ -121,7 +121,12 @@ async def test_cancelling_ends_what_is_pending_and_asks_for_the_end_of_the_rest(
     for _ in range(2):
         async with fleet.transaction() as transaction:
             outcomes = await commands.request_cancel(
-                transaction, command_ids=["c1", "c2", "c3", "c4"], requested_by="ops", reason="mistake"
+                transaction,
+                command_ids=["c1", "c2", "c3", "c4"],
+                requested_by="ops",
+                reason="mistake",
+                draw_id=iter(("o1", "o2", "o3", "o4")).__next__,
+                event_type="command.finished",
             )
         assert outcomes["c2"] is CancelOutcome.REQUESTED
         assert outcomes["c3"] is CancelOutcome.TOO_LATE

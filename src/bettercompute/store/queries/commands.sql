@@ -75,6 +75,9 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
        unauthenticated, state IN (2, 3, 4) AND not_after < compute_now() AS overdue
   FROM commands
  WHERE batch_id = :batch_id AND id > :after
+   AND (:node_id::text IS NULL OR node_id = :node_id)
+   AND (:kind::text IS NULL OR kind = :kind)
+   AND (:states::smallint[] IS NULL OR state = ANY (:states))
  ORDER BY id
  LIMIT :page_size;
 
@@ -103,12 +106,21 @@ SELECT id AS command_id, node_id, state, cancel_requested_at IS NOT NULL AS canc
 -- name: commands.cancel_pending
 -- other: nothing was sent yet, so the cancel is the end; the rows are locked by commands.lock
 WITH locked AS (
-  SELECT id FROM commands WHERE id = ANY (:command_ids::text[]) AND state = 1 ORDER BY id FOR NO KEY UPDATE)
-UPDATE commands c
-   SET state = 7, finished_at = compute_now(), reason = :end_reason, message = :message,
-       cancel_requested_at = compute_now(), cancel_requested_by = :requested_by, cancel_reason = :cancel_reason
-  FROM locked WHERE c.id = locked.id
-RETURNING c.id AS command_id;
+  SELECT c.id, said.outbox_id
+    FROM commands c JOIN unnest(:command_ids::text[], :outbox_ids::text[]) AS said (id, outbox_id) ON said.id = c.id
+   WHERE c.state = 1 ORDER BY c.id FOR NO KEY UPDATE OF c),
+cancelled AS (
+  UPDATE commands c
+     SET state = 7, finished_at = compute_now(), reason = :end_reason, message = :message,
+         cancel_requested_at = compute_now(), cancel_requested_by = :requested_by, cancel_reason = :cancel_reason
+    FROM locked WHERE c.id = locked.id
+  RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id, locked.outbox_id),
+told AS (
+  INSERT INTO outbox (id, type, node_id, payload)
+  SELECT outbox_id, :event_type, node_id,
+         jsonb_build_object('commandId', id, 'kind', kind, 'state', state, 'reason', reason, 'batchId', batch_id)
+    FROM cancelled ORDER BY outbox_id)
+SELECT id AS command_id FROM cancelled;
 
 -- name: commands.request_cancel
 -- other: durable, so that any later session of the node hears of it; the rows are locked by commands.lock
