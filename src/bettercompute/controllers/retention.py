@@ -27,6 +27,10 @@ class Keep:
     commands_ms: int = 30 * DAY_MS
     outbox_ms: int = 30 * DAY_MS
     events_ms: int = 30 * DAY_MS
+    certificates_ms: int = 7 * DAY_MS
+    """Past expiry: longer than the 72 hours in which an expired certificate still lets its node join again."""
+    join_tokens_ms: int = 30 * DAY_MS
+    """Past expiry."""
     leases_ms: int = 7 * DAY_MS
     idempotency_ms: int = DAY_MS
     replay_ms: int = 300_000
@@ -53,6 +57,12 @@ class RetentionController:
             "commands": await retention.delete_commands(database, older_than_ms=keep.commands_ms, batch_size=BATCH),
             "outbox": await retention.delete_outbox(database, older_than_ms=keep.outbox_ms, batch_size=BATCH),
             "events": await retention.delete_events(database, older_than_ms=keep.events_ms, batch_size=BATCH),
+            "certificates": await retention.delete_certificates(
+                database, older_than_ms=keep.certificates_ms, batch_size=BATCH
+            ),
+            "join_tokens": await retention.delete_join_tokens(
+                database, older_than_ms=keep.join_tokens_ms, batch_size=BATCH
+            ),
             "leases": await leases.delete_retired(database, retired_for_ms=keep.leases_ms),
             "idempotency": await idempotency.delete_old(database, older_than_ms=keep.idempotency_ms, batch_size=BATCH),
             "replay": await replay.delete_expired(database, kept_after_expiry_ms=keep.replay_ms, batch_size=BATCH),

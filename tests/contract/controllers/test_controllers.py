@@ -200,7 +200,18 @@ async def test_retention_removes_only_what_is_old_enough(fleet):
         " ('old', 'x', '{}', compute_now() - interval '31 days', 1),"
         " ('unpublished', 'x', '{}', compute_now() - interval '31 days', NULL), ('new', 'x', '{}', compute_now(), 2)"
     )
+    await seed.add_certificate(fleet, "node-a", serial="0dead")
+    await fleet.query(
+        "UPDATE node_certs SET not_before = 'epoch', not_after = now() - interval '8 days' WHERE serial = '0dead'"
+    )
+    await fleet.query(
+        "INSERT INTO join_tokens (token_id, secret_sha256, site, role, expires_at, created_by) VALUES"
+        " ('old', sha256('a'), 's', 'node', now() - interval '31 days', 'ops'),"
+        " ('new', sha256('b'), 's', 'node', now(), 'ops')"
+    )
     assert not await RetentionController(fleet).reconcile()
+    assert await fleet.query("SELECT FROM node_certs WHERE serial = '0dead'") == []
+    assert [row["token_id"] for row in await fleet.query("SELECT token_id FROM join_tokens")] == ["new"]
     assert {row["id"] for row in await fleet.query("SELECT id FROM commands")} == {"new", "pending"}
     assert {row["id"] for row in await fleet.query("SELECT id FROM outbox")} == {"unpublished", "new"}
     assert await fleet.query("SELECT FROM command_output") == []

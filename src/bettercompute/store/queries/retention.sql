@@ -13,6 +13,31 @@ WITH locked AS MATERIALIZED (
 DELETE FROM commands c USING locked WHERE c.id = locked.id
 RETURNING c.id;
 
+-- name: retention.certificates
+-- other: retention; one that has expired long ago opens nothing, and proves nothing either
+WITH expired AS MATERIALIZED (
+  SELECT c.serial FROM node_certs c
+  WHERE c.not_after < compute_now() - ms(:older_than_ms)
+  ORDER BY c.not_after LIMIT :batch_size
+), locked AS MATERIALIZED (
+  SELECT c.serial FROM node_certs c JOIN expired ON expired.serial = c.serial
+  ORDER BY c.serial
+  FOR UPDATE OF c SKIP LOCKED
+)
+DELETE FROM node_certs c USING locked WHERE c.serial = locked.serial
+RETURNING c.serial;
+
+-- name: retention.join_tokens
+-- other: retention of tokens that nobody can use any more, used or not
+WITH locked AS MATERIALIZED (
+  SELECT t.token_id FROM join_tokens t
+  WHERE t.expires_at < compute_now() - ms(:older_than_ms)
+  ORDER BY t.token_id LIMIT :batch_size
+  FOR UPDATE SKIP LOCKED
+)
+DELETE FROM join_tokens t USING locked WHERE t.token_id = locked.token_id
+RETURNING t.token_id;
+
 -- name: retention.outbox
 -- other: retention of what has been published
 WITH locked AS MATERIALIZED (
