@@ -56,6 +56,7 @@ class Config:
     facts: FactSettings = field(default_factory=FactSettings)
     inventory_refresh_s: int = 3600
     reboot: RebootSettings = field(default_factory=RebootSettings)
+    host_root: Path = Path("/")
 
 
 def load(path: Path) -> Config:
@@ -102,6 +103,7 @@ def parse(values: Mapping[str, Any], *, path: Path) -> Config:
             command=flat.argv("reboot.command"),
             boot_id_file=flat.path("reboot.boot_id_file"),
         ),
+        host_root=flat.path("host.root") or Config().host_root,
     )
     flat.refuse_unknown()
     if bool(config.reboot.command) != (config.reboot.boot_id_file is not None):

@@ -17,9 +17,9 @@ from pathlib import Path
 import structlog
 
 from bettercompute import __version__
-from bettercompute.daemon import desired, logs, machine
+from bettercompute.daemon import desired, machine
 from bettercompute.daemon.conditions import Conditions, StatusReporter
-from bettercompute.daemon.config import Config, LogSettings
+from bettercompute.daemon.config import Config
 from bettercompute.daemon.dial import Dial, DialSettings, GatewayLink
 from bettercompute.daemon.driver import Driver
 from bettercompute.daemon.executor import Executor, ExecutorParts
@@ -35,7 +35,11 @@ from bettercompute.daemon.inventory_held import HeldInventory
 from bettercompute.daemon.journal_records import DropProcess, PutDocument
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.daemon.programs import end_left_running, process_space
+from bettercompute.daemon.regularly import Intervals
 from bettercompute.daemon.renewal import Renewal, RenewalParts
+from bettercompute.daemon.sections.access import AccessSection
+from bettercompute.daemon.sections.daemon import DaemonSection
+from bettercompute.daemon.sections.host import HostSection
 from bettercompute.daemon.shell import NodeShell, Outlook, ShellParts
 from bettercompute.daemon.status import DaemonStatus, StatusServer
 from bettercompute.delivery.commands import CommandState
@@ -57,8 +61,6 @@ log = structlog.get_logger("bcd")
 
 # How long the first dial waits for the inventory: a Hello without hashes asks for none, and the sections follow late.
 FIRST_COLLECTION_S = 5.0
-# What an interval is stretched or shortened by at most, so that a fleet's timers do not fire together.
-INTERVAL_JITTER = 0.1
 
 SERVING_CA_DOCUMENT = "serving-ca"
 
@@ -97,10 +99,11 @@ class NodeRound:
         self._parts = parts
         self._journal = journal
         self._boot_id = boot_id
-        self._inventory_interval_s: float | None = None
-        """What the desired state says; None: the configuration."""
         record, documents = identity.record, journal.contents.documents
         self.conditions = Conditions(parts.world.clock.now_ms)
+        self.access = AccessSection()
+        self.daemon_section = DaemonSection(configured_log=lambda: parts.config.value.log)
+        self._intervals = Intervals(parts.world.dice)
         self.inventory = HeldInventory(state_dir=self._state_dir, root=parts.root)
         self.desired = desired.DesiredState(
             desired.SpecOwner(
@@ -108,7 +111,12 @@ class NodeRound:
             ),
             kept=documents.get(desired.DOCUMENT, b""),
             write=journal.write,
-            converge={"daemon": self._converge_daemon},
+            raise_floor=self._raise_floor,
+            sections={
+                "access": self.access,
+                "daemon": self.daemon_section,
+                "host": HostSection(parts.config.value.host_root),
+            },
         )
         self.link = GatewayLink(
             world=parts.world,
@@ -143,7 +151,6 @@ class NodeRound:
         await journal.write(*(DropProcess(mark.process_group) for mark in journal.contents.processes))
         first_collection = asyncio.create_task(self.inventory.collect(), name="first inventory")
         await asyncio.wait({first_collection}, timeout=FIRST_COLLECTION_S)
-        self.desired.enforce()
         state, effects = self._session()
         self.driver = Driver(state, world=world, journal=journal, shell=self.shell)
         self.executor = Executor(
@@ -166,10 +173,11 @@ class NodeRound:
         reporter = StatusReporter(
             self.conditions,
             meter=PressureMeter(self._parts.root()),
-            sections=lambda: self.desired.sections,
+            sections=lambda: self.desired.states,
             now_ms=world.clock.now_ms,
             tell=self.driver.give,
         )
+        self.desired.on_change = self._spec_changed
         journal.on_health = reporter.journal_health
         reporter.journal_health(journal.health)
         reporter.report_soon()
@@ -178,6 +186,8 @@ class NodeRound:
         self._tasks = [
             asyncio.create_task(self.driver.run(effects), name="session"),
             asyncio.create_task(self._collect_regularly(first_collection), name="inventory"),
+            asyncio.create_task(self._report_regularly(reporter), name="status"),
+            asyncio.create_task(self.desired.run(), name="desired state"),
             asyncio.create_task(reporter.watch_pressure(), name="pressure"),
             asyncio.create_task(self._renewal().run(), name="renewal"),
         ]
@@ -367,19 +377,23 @@ class NodeRound:
 
     async def _collect_regularly(self, first: asyncio.Task[None]) -> None:
         await first
-        while True:
-            interval_s = self._inventory_interval_s or self._parts.config.value.inventory_refresh_s
-            await asyncio.sleep(interval_s * self._parts.world.dice.uniform(1 - INTERVAL_JITTER, 1 + INTERVAL_JITTER))
-            await self.inventory.collect()
+        section, config = self.daemon_section, self._parts.config
+        await self._intervals.regularly(
+            lambda: section.inventory_interval_s or config.value.inventory_refresh_s, self.inventory.collect
+        )
 
-    def _converge_daemon(self, spec: messages.NodeSpec) -> None:
-        section, configured = spec.daemon, self._parts.config.value.log
-        if section.log_level and section.log_level not in logs.LEVELS:
-            raise desired.SectionFailed(
-                "log-level", f"log_level {section.log_level!r} is none of {', '.join(logs.LEVELS)}"
-            )
-        logs.set_up(LogSettings(level=section.log_level or configured.level, format=configured.format))
-        self._inventory_interval_s = section.inventory_interval_ms / 1000 or None
+    async def _report_regularly(self, reporter: StatusReporter) -> None:
+        async def report() -> None:
+            reporter.report_soon()
+
+        await self._intervals.regularly(lambda: self.daemon_section.status_interval_s, report)
+
+    def _spec_changed(self) -> None:
+        self._intervals.changed()
+        self.shell.spec_changed()
+
+    async def _raise_floor(self, generation: int) -> None:
+        await asyncio.to_thread(self._parts.identities.raise_marks, applied_generation=generation)
 
 
 def boot_id_of(parts: NodeParts) -> str:

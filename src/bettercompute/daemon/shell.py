@@ -307,21 +307,21 @@ class NodeShell:
             self.driver.give(TrustHeld(newer.version, 0, b""))
 
     async def _apply_desired(self, desired: messages.DesiredState) -> None:
-        held = self._parts.desired
-        applied_before = held.applied_generation
-        request = await held.take(desired)
-        if held.applied_generation > applied_before:
-            await asyncio.to_thread(self._parts.identities.raise_marks, applied_generation=held.applied_generation)
-        self.driver.give(held.held)
-        self.tell_spec()
+        request = await self._parts.desired.take(desired)
+        self.spec_changed()
         if request is not None:
             self.send(messages.AgentFrame(spec_request=request))
+
+    def spec_changed(self) -> None:
+        """Give the rules what is held of the desired state now, and report it."""
+        self.driver.give(self._parts.desired.held)
+        self.tell_spec()
 
     def tell_spec(self) -> None:
         """Raise what is wrong with the desired state, and report it."""
         held, conditions = self._parts.desired, self._parts.conditions
         unsupported = [
-            state.reason for state in held.sections if state.convergence == messages.SECTION_CONVERGENCE_UNSUPPORTED
+            state.reason for state in held.states if state.convergence == messages.SECTION_CONVERGENCE_UNSUPPORTED
         ]
         conditions.set(
             "SectionUnsupported",
