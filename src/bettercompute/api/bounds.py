@@ -24,6 +24,8 @@ from bettercompute.protocol.limits import KIB, MIB
 
 # A run names up to 20,000 nodes and carries a payload of up to 1 MiB.
 RUN_BODY_BYTES_MAX: Final = 2 * MIB
+# A spec as JSON. Its bytes may be twice as many, which only a control plane's own module would write.
+SPEC_BODY_BYTES_MAX: Final = 2 * MIB
 # The largest of the others carries a certificate request of 16 KiB.
 BODY_BYTES_MAX: Final = 64 * KIB
 # A body is sent in one go: who pauses for longer than this holds a request open for its own sake.
@@ -52,7 +54,11 @@ def needs_principal(path: str) -> bool:
 
 def body_bytes_max(method: str, path: str) -> int:
     """Return how large this request's body may be."""
-    return RUN_BODY_BYTES_MAX if (method, path) == ("POST", "/v1/commands") else BODY_BYTES_MAX
+    if (method, path) == ("POST", "/v1/commands"):
+        return RUN_BODY_BYTES_MAX
+    if method in {"PUT", "PATCH"} and path.startswith("/v1/nodes/") and path.endswith("/spec"):
+        return SPEC_BODY_BYTES_MAX
+    return BODY_BYTES_MAX
 
 
 class Bounds:

@@ -64,11 +64,12 @@ def _fault(kind: CommandKind, value: Mapping[str, Any]) -> str:
             ParseDict({name: item}, kind.payload())
         except _FAULTS:
             field = next(each for each in described.fields_by_name.values() if name in {each.name, each.json_name})
-            return f"{name} is {shown(item)}: it takes {_takes(field)}"
+            return f"{name} is {shown(item)}: it takes {takes(field)}"
     return "two of its fields exclude each other; give one of them"
 
 
-def _takes(field: FieldDescriptor) -> str:
+def takes(field: FieldDescriptor) -> str:
+    """Say in words which JSON a field takes."""
     if field.enum_type is not None:
         one = f"one of {', '.join(value.name for value in field.enum_type.values)}"
     elif field.message_type is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import bettercompute
-from bettercompute.cli import commands, database, gateways, nodes, pki, tokens
+from bettercompute.cli import commands, database, gateways, nodes, pki, spec, tokens
 from bettercompute.cli.dev import dev
 from bettercompute.cli.serve import serve
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("run")(commands.run)
 app.add_typer(nodes.app, name="nodes")
 app.add_typer(commands.app, name="commands")
+app.add_typer(spec.app, name="spec")
 app.add_typer(tokens.app, name="token")
 app.add_typer(gateways.app, name="gateway")
 app.command("dev")(dev)

@@ -85,6 +85,14 @@ class ApiClient:
         headers = {"idempotency-key": idempotency_key} if idempotency_key else {}
         return self._request("POST", path, json=dict(body), headers=headers)
 
+    def put(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the JSON of `PUT path`: all of a thing."""
+        return self._request("PUT", path, json=dict(body))
+
+    def patch(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the JSON of `PATCH path`: some of a thing."""
+        return self._request("PATCH", path, json=dict(body))
+
     def delete(self, path: str) -> Any:
         """Return the JSON of `DELETE path`, or None."""
         return self._request("DELETE", path)
