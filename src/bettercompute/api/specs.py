@@ -1,7 +1,8 @@
 """`/v1/nodes/{node_id}/spec`: what is desired of a node, how far the node is, and the generations before.
 
 PUT sets all of it, PATCH the named sections. Either may be asked twice: a spec that is there already is no new
-generation. `expected_generation` keeps two people from undoing each other's work.
+generation. `expected_generation` keeps two people from undoing each other's work. See docs/desired-state.md,
+"Setting one".
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`better-compute spec`: what is desired of a node, how far the node is, and what changed from when to when."""
+"""`better-compute spec`: what is desired of a node, how far the node is, and what changed from when to when.
+
+See docs/desired-state.md, "Setting one".
+"""
 
 from __future__ import annotations
 

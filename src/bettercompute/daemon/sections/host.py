@@ -1,7 +1,7 @@
 """The `host` section: huge pages, written to the kernel and read back. Its other units are not built yet, and say so.
 
 The kernel reserves what it finds free and in one piece, so fewer pages than asked for is an ordinary outcome: it is
-reported, and tried again with each look. See docs/desired-state.md, "Sections".
+reported, and tried again with each look. See docs/desired-state.md, "Sections"; decisions 0086.
 """
 
 from __future__ import annotations
