@@ -84,17 +84,23 @@ class DisconnectWriter:
         await self._progress.wait()
 
     async def run(self) -> None:
-        """Write until cancelled."""
-        while True:
-            await self._woken.wait()
-            self._woken.clear()
-            while self._ready:
-                self._writing = True
-                try:
-                    await self._write()
-                finally:
-                    self._writing = False
-                    self._progress.set()
+        """Write until cancelled; ends that still wait for their facts are then given up."""
+        try:
+            while True:
+                await self._woken.wait()
+                self._woken.clear()
+                while self._ready:
+                    self._writing = True
+                    try:
+                        await self._write()
+                    finally:
+                        self._writing = False
+                        self._progress.set()
+        finally:
+            waiting = [*self._waiting]
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _write(self) -> None:
         batch, self._ready = self._ready[:BATCH_MAX], self._ready[BATCH_MAX:]

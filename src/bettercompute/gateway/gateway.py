@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import structlog
 
@@ -36,6 +36,7 @@ log = structlog.get_logger("bettercompute.gateway")
 
 TIME_POLL_S = 5.0
 READY_POLL_S = 0.02
+RESTART_S = 1.0
 STOP_DRAIN_MS = 2_000
 
 
@@ -152,14 +153,26 @@ class Gateway:
         await self.trust.read()
         self._life = self._new_life(drain_requested_by=None)
         for name, work in (
-            ("lives", self._live()),
-            ("revocations", self.revocations.run()),
-            ("trust", self.trust.run()),
-            ("notifications", listener.run()),
-            ("neighbours", self.neighbours.run()),
-            ("time", self._watch_time()),
+            ("lives", self._live),
+            ("revocations", self.revocations.run),
+            ("trust", self.trust.run),
+            ("notifications", listener.run),
+            ("neighbours", self.neighbours.run),
+            ("time", self._watch_time),
         ):
-            self._tasks.append(asyncio.create_task(work, name=f"gateway-{name}"))
+            self._tasks.append(asyncio.create_task(self._keep_up(name, work), name=f"gateway-{name}"))
+
+    async def _keep_up(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a loop that has no end, again after a fault of ours: what it reads anew cures what it got wrong.
+
+        A revocation feed that had ended unheard would let everybody in.
+        """
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("loop failed: it begins again", loop=name)
+            await asyncio.sleep(RESTART_S)
 
     async def until_ready(self) -> None:
         """Wait until the lease is held: sessions are admitted, unless it drains. The caller bounds the wait."""

@@ -218,7 +218,19 @@ class GatewayLife:
             ("liveness", self.liveness.run()),
             ("handover", self.handover.run()),
         ):
-            self._tasks.append(asyncio.create_task(work, name=f"gateway-{name}"))
+            task = asyncio.create_task(work, name=f"gateway-{name}")
+            task.add_done_callback(self._loop_ended)
+            self._tasks.append(task)
+
+    def _loop_ended(self, task: asyncio.Task[None]) -> None:
+        """Give the id up when one of its loops has failed: sessions that nobody serves must go where they are served.
+
+        Only a fault of ours ends a loop; the next life starts from what the database holds.
+        """
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("loop failed: this gateway id is given up", loop=task.get_name(), exc_info=error)
+            self.fence.retire()
+            self.ended.set()
 
     async def _watch(self) -> None:
         while True:
@@ -288,6 +300,9 @@ class GatewayLife:
             streams=self.streams,
             streams_max=self._config.streams_max,
             room_elsewhere=room_elsewhere,
+            hellos_pending=self.hellos.pending,
+            hellos_max=self._config.pending_hellos_max,
+            hello_ms=self.hellos.recent_ms,
         )
 
     def _state(self) -> GatewayState:

@@ -2,7 +2,8 @@
 
 It decides nothing. Inputs are taken one at a time, in the order in which they came, and their effects are obeyed in
 order; an input that comes up while effects are being obeyed waits its turn. Nothing here is awaited between an input
-and its effects, so no other session's trouble can come between them.
+and its effects, so no other session's trouble can come between them. A fault of ours in one session ends that session:
+whoever gives an input serves all the others too.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Protocol
 import structlog
 
 from bettercompute.delivery.facts import Fact
-from bettercompute.errors import BetterComputeError, Refused
+from bettercompute.errors import BetterComputeError, Bug, Refused
 from bettercompute.gateway.fence import Fence
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import ProtocolError, decode_message, encode_message
 from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER, SERVER_TIME_TRAILER, format_pushback
-from bettercompute.session import gateway_side
+from bettercompute.session import closing, gateway_side
 from bettercompute.session.effects import (
     AskSecret,
     AskWorkloadToken,
@@ -137,9 +138,17 @@ class LiveSession:
         self._busy = True
         try:
             while self._waiting:
-                self._waiting.popleft()()
+                self._take(self._waiting.popleft())
         finally:
             self._busy = False
+
+    def _take(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            log.exception("session broken", node_id=self.node_id, session_id=self.state.session_id)
+            if self.ending is None:
+                self._close(closing.close_refused(Bug("internal error; the gateway's log says more")))
 
     def _step(self, given: GatewayInput) -> None:
         if self.ending is not None:

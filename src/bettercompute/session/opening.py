@@ -24,6 +24,8 @@ PENDING_HELLOS_MAX = 64
 """Hello transactions at once. More once starved a gateway's own lease renewal until it fenced itself."""
 HORIZON_MS = 60_000
 """No appointment further away than this: a promise must outlive neither gateway nor daemon."""
+SLOT_MAX_MS = 100.0
+"""Appointments are at most so far apart: one slow moment of the database must not send a fleet away for minutes."""
 JITTER = 0.1
 BEYOND_HORIZON_MS = (30_000, 60_000)
 ROOM_ELSEWHERE_MS = (1_000, 5_000)
@@ -67,6 +69,11 @@ class GatewayCondition:
     streams_max: int = STREAMS_MAX
     room_elsewhere: bool = False
     """Another live gateway has more than 5 % room, by the counts in the lease rows."""
+    hellos_pending: int = 0
+    hellos_max: int = PENDING_HELLOS_MAX
+    """While so many are pending no token is spent: the stream would only be refused at its Hello."""
+    hello_ms: float = 0.0
+    """The recent median of `hello_time_ms`; 0 before there is one. Appointments are no closer together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +123,11 @@ def admit_session(
         return state, refuse(Reason.REVOKED, notice_text(revocation))
     state = _refilled(state, now_ms=now_ms)
     newcomer = attempt == 0
-    if state.tokens >= 1 and not (newcomer and state.next_at_ms > now_ms):
+    hello_has_room = condition.hellos_pending < condition.hellos_max
+    if hello_has_room and state.tokens >= 1 and not (newcomer and state.next_at_ms > now_ms):
         return replace(state, tokens=state.tokens - 1), None
-    return _book(state, now_ms=now_ms, drawn=drawn)
+    slot_ms = max(1000 / state.rate_per_s, min(condition.hello_ms, SLOT_MAX_MS))
+    return _book(state, slot_ms=slot_ms, now_ms=now_ms, drawn=drawn)
 
 
 def admit_join(
@@ -271,9 +280,13 @@ def _refused_by_condition(condition: GatewayCondition, *, drawn: float) -> Refus
     return None
 
 
-def _book(state: AdmissionState, *, now_ms: int, drawn: float) -> tuple[AdmissionState, Refused]:
-    """Give the next free slot away, or none beyond the horizon."""
-    next_at_ms = max(state.next_at_ms, now_ms) + 1000 / state.rate_per_s
+def _book(state: AdmissionState, *, slot_ms: float, now_ms: int, drawn: float) -> tuple[AdmissionState, Refused]:
+    """Give the next free slot away, or none beyond the horizon.
+
+    Slots follow each other as handshakes are allowed, or as Hellos are committed where that takes longer: who came at
+    the bucket's rate to a slower gateway would be refused there again.
+    """
+    next_at_ms = max(state.next_at_ms, now_ms) + slot_ms
     if next_at_ms - now_ms > HORIZON_MS:
         wait_ms = _between(BEYOND_HORIZON_MS, drawn)
     else:

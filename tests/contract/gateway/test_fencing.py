@@ -137,3 +137,30 @@ async def test_an_expired_certificate_ends_its_session(rig):
     object.__setattr__(session.state, "certificate_ends_at_ms", 0)
     await rig.gateway.life.liveness.look()
     assert (await daemon.end())[:2] == (Status.UNAUTHENTICATED, "certificate-expired")
+
+
+async def test_a_loop_that_fails_gives_the_id_up_and_another_life_begins(rig, monkeypatch):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    life = rig.gateway.life
+
+    def broken() -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(life, "_follow_drain", broken)
+    assert (await daemon.end())[0] == Status.UNAVAILABLE
+    await rig.until(lambda: rig.gateway.life is not life and rig.gateway.ready)
+    assert (await rig.connect(node)).welcome.epoch == 2
+
+
+async def test_a_broken_session_ends_alone(rig, monkeypatch):
+    broken = await rig.connect(await rig.add_node("node-a"))
+    other = await rig.connect(await rig.add_node("node-b"))
+    session = rig.gateway.life.registry.get("node-a")
+    monkeypatch.setattr(session, "_obey_all", lambda _: 1 / 0)
+    await rig.gateway.life.liveness.look()
+    assert (await broken.end())[0] == Status.INTERNAL
+    assert rig.gateway.life.registry.get("node-a") is None
+    await seed.add_command(rig.database, "node-b", "c1")
+    await rig.database.query("SELECT pg_notify('bc_dispatch', 'node-b')")
+    assert (await other.command()).command_id == "c1"

@@ -102,6 +102,26 @@ def test_the_kth_refused_comes_back_k_over_rate_from_now() -> None:
         assert refused.pushback_ms == pytest.approx(k * 10, abs=1)
 
 
+def test_no_token_is_spent_on_a_stream_whose_hello_would_be_refused() -> None:
+    full = replace(SERVING, hellos_pending=64)
+    before = opening.open_admission(now_ms=0, rate_per_s=100)
+    for attempt in (0, 1, None):
+        state, refused = admit(before, full, attempt=attempt)
+        assert refused is not None
+        assert (refused.reason, refused.pushback_ms) == (Reason.HANDSHAKES, pytest.approx(10, abs=1))
+        assert state.tokens == before.tokens
+    assert admit(before, replace(SERVING, hellos_pending=63))[1] is None
+
+
+@pytest.mark.parametrize(("hello_ms", "slot_ms"), [(0.0, 10), (9.0, 10), (25.0, 25), (5_000.0, 100)])
+def test_appointments_follow_each_other_as_hellos_are_committed(hello_ms: float, slot_ms: int) -> None:
+    state = drained(rate_per_s=100)
+    for k in range(1, 20):
+        state, refused = admit(state, replace(SERVING, hello_ms=hello_ms))
+        assert refused is not None
+        assert refused.pushback_ms == pytest.approx(k * slot_ms, abs=1)
+
+
 @pytest.mark.parametrize("drawn", [0.0, 0.999_999])
 def test_an_appointment_is_jittered_by_a_tenth(drawn: float) -> None:
     state = replace(drained(rate_per_s=100), next_at_ms=10_000)
