@@ -55,6 +55,8 @@ class FakeCommands:
         self.upgrade_only = False
         self.process_id = ""
         self.delivered = 0
+        self.on_begin: Callable[[messages.CommandBody], None] = lambda _: None
+        """Called when a command's effect begins."""
         self.profile = profile
         self.levers = levers
         self._tell = tell
@@ -126,6 +128,7 @@ class FakeCommands:
 
     def _begin(self, held: HeldCommand) -> None:
         body, answer = held.body, held.answer
+        self.on_begin(body)
         self.held[body.command_id] = held
         if body.lane in self.lanes:
             self.lanes[body.lane] = lanes.held(self.lanes[body.lane], body.command_id)

@@ -39,6 +39,7 @@ from bettercompute.protocol.statuses import (
     parse_pushback,
 )
 from bettercompute.session import clock, daemon_side, effects
+from bettercompute.session.authority import ANYBODY
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, Phase
 from bettercompute.session.effects import DaemonEffect, Redial, WaitThenDial
 from bettercompute.session.inputs import (
@@ -338,7 +339,7 @@ class FakeDaemon:
                 self.events.renumber()
                 self._step(JournalRenewed(self._world.ids.uuid7(), self.events.last_seq))
             case effects.ApplyTrust(bundle):
-                self._step(TrustHeld(messages.TrustBundle.FromString(bundle.body).version, 0, b""))
+                self._step(TrustHeld(messages.TrustBundle.FromString(bundle.body).version, ANYBODY))
             case effects.ApplyDesired(desired):
                 held, report = read_desired(desired, self.profile)
                 self._step(held)

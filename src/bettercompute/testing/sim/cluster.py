@@ -1,4 +1,4 @@
-"""The control plane of a simulation: production gateways and workers, each a process that can be killed and begun anew."""
+"""The control plane of a simulation: production gateways and workers, each a process that can be killed."""
 
 from __future__ import annotations
 

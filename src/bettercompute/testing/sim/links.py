@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store.database import (
@@ -18,12 +18,10 @@ from bettercompute.store.database import (
     Limits,
     Row,
 )
+from bettercompute.testing.sim.postgres import SimulatedServer
 from bettercompute.testing.sim.process import PROCESS
 from bettercompute.testing.sim.weather import Fate
 from bettercompute.world import Dice
-
-if TYPE_CHECKING:
-    from bettercompute.testing.sim.postgres import SimulatedServer
 
 # What a client waits that has set no timeout: TCP's own patience is longer than any scenario's fault.
 SILENCE_S = 900.0

@@ -13,11 +13,10 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from bettercompute.errors import Bug
 from bettercompute.store.database import DedicatedConnection, Row
-from bettercompute.testing.sim.links import Link
 from bettercompute.testing.sim.machine import SimulatedClock
 from bettercompute.testing.sim.process import SimulatedProcess
 from bettercompute.testing.sim.weather import Weather
@@ -93,6 +92,25 @@ class ServerThread:
     def _hear(self, channel: str) -> Callable[[str], None]:
         # A session's own notifications come before the answer to its COMMIT, so none is ever late.
         return lambda payload: self._heard.append(Notification(channel, payload))
+
+
+class Link(Protocol):
+    """One connection of a process, as the server sees it."""
+
+    client: str
+    process: SimulatedProcess | None
+
+    def terminate(self) -> None:
+        """Close it without a word."""
+        ...
+
+    def lose(self) -> None:
+        """Close it, and tell whoever listens for that."""
+        ...
+
+    def hear(self, listener: Callable[[str], None], payload: str) -> None:
+        """Bring a notification."""
+        ...
 
 
 class SimulatedServer:

@@ -1,0 +1,137 @@
+"""Scenarios: TOML files that say how large a simulation is, what work it does, and which faults befall it how often."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from bettercompute.protocol.statuses import Reason, refuse
+
+Range = tuple[float, float]
+DEFAULT = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """How many of each there are."""
+
+    nodes: int = 6
+    """FakeDaemons."""
+    daemons: int = 0
+    """bcd with its journal on disk."""
+    gateways: int = 2
+    workers: int = 1
+    streams_max: int = 5_000
+    handshakes_per_s: float = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """How long each phase takes, in virtual seconds: faults, then none until everything must have settled."""
+
+    calm_s: float = 30
+    faults_s: float = 900
+    settle_s: float = 900
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """How long things take."""
+
+    network_ms: Range = (1, 40)
+    database_ms: Range = (0.2, 4)
+    disk_ms: Range = (0.1, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What operators and nodes do meanwhile; 0 means never."""
+
+    command_every_s: float = 5
+    cancel_share: float = 0.15
+    event_every_s: float = 8
+    spec_every_s: float = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """One kind of fault, how often it comes, and how long it stays."""
+
+    kind: str
+    every_s: float
+    for_s: Range = (1, 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One scenario."""
+
+    name: str
+    fleet: Fleet = field(default_factory=Fleet)
+    phases: Phases = field(default_factory=Phases)
+    times: Times = field(default_factory=Times)
+    work: Work = field(default_factory=Work)
+    faults: tuple[FaultPlan, ...] = ()
+
+
+def load(name: str) -> Scenario:
+    """Read a scenario: a file, or one of those that come with the program."""
+    path = Path(name)
+    if path.suffix != ".toml":
+        shipped = resources.files(__package__) / "scenarios" / f"{name}.toml"
+        if not shipped.is_file():
+            raise refuse(
+                Reason.BAD_REQUEST, f"no scenario {name!r}: name a .toml file or one of {', '.join(shipped_names())}"
+            )
+        return parse(shipped.read_text(), name=name)
+    try:
+        return parse(path.read_text(), name=path.stem)
+    except OSError as error:
+        raise refuse(Reason.BAD_REQUEST, f"the scenario {path} cannot be read: {error.strerror}") from error
+
+
+def shipped_names() -> list[str]:
+    """Return the scenarios that come with the program."""
+    folder = resources.files(__package__) / "scenarios"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def parse(text: str, *, name: str) -> Scenario:
+    """Read a scenario; a wrong key or value is refused with its name."""
+    try:
+        read = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise refuse(Reason.BAD_REQUEST, f"scenario {name} is not TOML: {error}") from error
+    tables: dict[str, Any] = {}
+    for table, values in read.items():
+        if table == "fault":
+            tables["faults"] = tuple(_table(FaultPlan, entry, f"{name}: [[fault]]") for entry in values)
+        elif table in _TABLES:
+            tables[table] = _table(_TABLES[table], values, f"{name}: [{table}]")
+        else:
+            raise refuse(Reason.BAD_REQUEST, f"scenario {name} has no table [{table}]: {', '.join(_TABLES)}, [[fault]]")
+    return Scenario(name=name, **tables)
+
+
+_TABLES: Mapping[str, type[Any]] = {"fleet": Fleet, "phases": Phases, "times": Times, "work": Work}
+
+
+def _table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    known = {entry.name: entry for entry in fields(kind)}
+    taken: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise refuse(Reason.BAD_REQUEST, f"{where} has no key {key!r}: {', '.join(known)}")
+        taken[key] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list) and (len(value) != 2 or not 0 <= value[0] <= value[1]):
+            raise refuse(Reason.BAD_REQUEST, f"{where}: {key} = {value} is no range [from, to]")
+        if isinstance(value, int | float) and value < 0:
+            raise refuse(Reason.BAD_REQUEST, f"{where}: {key} = {value} is below 0")
+    try:
+        return kind(**taken)
+    except TypeError as error:
+        raise refuse(Reason.BAD_REQUEST, f"{where}: {error}") from error

@@ -1,0 +1,56 @@
+"""What must have come true some time after the last fault: everybody connected, everything ended, nothing owed.
+
+Liveness is judged apart from safety: while faults go on nobody is promised anything by a certain time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bettercompute.testing.sim.invariants import TERMINAL_FROM
+from bettercompute.testing.sim.stage import Stage
+
+
+def unsettled(stage: Stage) -> list[tuple[str, str]]:
+    """Return what has not come true yet, as a rule and a sentence."""
+    return [*_nodes(stage), *_commands(stage), *_events(stage), *_sessions(stage)]
+
+
+def _nodes(stage: Stage) -> Iterator[tuple[str, str]]:
+    for node in stage.nodes:
+        row = stage.ledger.row("node_sessions", node.node_id)
+        state = stage.ledger.row("nodes", node.node_id)
+        if not node.live or row is None or row["gateway_id"] is None:
+            yield "every reachable node is connected", f"{node.node_id} is not ({row}; {node.why})"
+        elif state is None or state["state"] != "connected":
+            yield "every reachable node is connected", f"{node.node_id} has a session, and its state is {state}"
+        if not node.idle:
+            yield "nothing is owed", f"{node.node_id} waits for acks: {node.owed}"
+
+
+def _commands(stage: Stage) -> Iterator[tuple[str, str]]:
+    for command_id, row in sorted(stage.ledger.rows["commands"].items()):
+        if row["state"] < TERMINAL_FROM:
+            yield "every command ends", f"{command_id[0]}: {row}"
+
+
+def _events(stage: Stage) -> Iterator[tuple[str, str]]:
+    stored: dict[tuple[str, str], set[int]] = {}
+    for node_id, journal_id, seq in stage.ledger.rows["node_events"]:
+        stored.setdefault((node_id, journal_id), set()).add(seq)
+    for (node_id, journal_id, first), row in stage.ledger.rows["node_event_gaps"].items():
+        stored.setdefault((node_id, journal_id), set()).update(range(first, row["last_seq"] + 1))
+    for node in stage.nodes:
+        journal_id, last = node.journal
+        missing = set(range(1, last + 1)) - stored.get((node.node_id, journal_id), set())
+        if missing:
+            yield "the server's events are the journal's", f"{node.node_id} {journal_id}: {sorted(missing)} of {last}"
+
+
+def _sessions(stage: Stage) -> Iterator[tuple[str, str]]:
+    for host in stage.gateways:
+        life = None if host.gateway is None else host.gateway.life
+        for session in () if life is None else life.registry:
+            row = stage.ledger.row("node_sessions", session.node_id)
+            if row is None or row["session_id"] != session.state.session_id:
+                yield "no stream without a row", f"{host.name} holds {session.state.session_id}, the row says {row}"

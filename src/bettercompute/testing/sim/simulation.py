@@ -1,0 +1,242 @@
+"""One run: a scenario and a seed, put together, run through its phases, and judged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bettercompute.gateway.config import GatewayConfig
+from bettercompute.store import channels
+from bettercompute.testing.sim import ledger, settling, work
+from bettercompute.testing.sim.cluster import Cluster
+from bettercompute.testing.sim.fake_node import FakeNode, NodeParts
+from bettercompute.testing.sim.faults import FAULTS
+from bettercompute.testing.sim.fleet import Registrar
+from bettercompute.testing.sim.invariants import TransactionRules, Verdict, Violation
+from bettercompute.testing.sim.links import SimulatedDatabase
+from bettercompute.testing.sim.machine import SimulatedClock, make_world
+from bettercompute.testing.sim.network import Network
+from bettercompute.testing.sim.overheard import overhearing
+from bettercompute.testing.sim.postgres import SimulatedServer
+from bettercompute.testing.sim.scenario import FaultPlan, Range, Scenario
+from bettercompute.testing.sim.stage import Stage
+from bettercompute.testing.sim.taps import FrameRules
+from bettercompute.testing.sim.virtual_loop import VirtualLoop
+
+CHANNELS = (
+    channels.DISPATCH,
+    channels.REVOCATIONS,
+    channels.OUTBOX,
+    channels.STREAM,
+    channels.FINISHED,
+    channels.TRUST,
+    channels.GATEWAYS,
+    ledger.CHANNEL,
+)
+LOOK_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a run."""
+
+    scenario: str
+    seed: int
+    violations: tuple[Violation, ...]
+    story: tuple[str, ...]
+    virtual_s: float
+    real_s: float
+    settled_s: float | None
+    """How long after the last fault everything had settled."""
+    faults: Mapping[str, int]
+    statements: int
+    frames: int
+    commands: int
+    events: int
+    trace: str
+    """Of everything that was committed and befell it: equal for equal seeds."""
+
+    @property
+    def faults_total(self) -> int:
+        """Return how many faults befell it."""
+        return sum(self.faults.values())
+
+
+def run(scenario: Scenario, *, seed: int, dsn: str) -> Outcome:
+    """Run a scenario on an empty, migrated database of its own."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(_run(scenario, seed=seed, dsn=dsn))
+    finally:
+        loop.close()
+
+
+async def _run(scenario: Scenario, *, seed: int, dsn: str) -> Outcome:
+    began = time.perf_counter()
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    stage = _stage(scenario, seed=seed, dsn=dsn)
+    try:
+        with overhearing(stage.verdict):
+            settled_s = await _phases(stage)
+            await _bury(stage)
+    finally:
+        stage.server.close()
+    return Outcome(
+        scenario=scenario.name,
+        seed=seed,
+        violations=tuple(stage.verdict.violations),
+        story=tuple(stage.story),
+        virtual_s=loop.time() - began_s,
+        real_s=time.perf_counter() - began,
+        settled_s=settled_s,
+        faults=dict(stage.faults),
+        statements=stage.server.statements,
+        frames=stage.frames.frames,
+        commands=len(stage.ledger.rows["commands"]),
+        events=len(stage.ledger.rows["node_events"]),
+        trace=stage.trace.hexdigest(),
+    )
+
+
+def _stage(scenario: Scenario, *, seed: int, dsn: str) -> Stage:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    rng = random.Random(f"{seed} {scenario.name}")  # noqa: S311 - a simulation
+    clock = SimulatedClock(loop)
+    server = SimulatedServer(dsn, clock=clock, channels=CHANNELS)
+    ledger.install(server)
+    server.weather.latency_s = _drawn(rng, scenario.times.database_ms)
+    loop.disk_latency_s = _drawn(rng, scenario.times.disk_ms)
+    network = Network(_drawn(rng, scenario.times.network_ms))
+    cluster = Cluster(server, network, seed=str(seed))
+    world = make_world(f"{seed} simulator", clock=SimulatedClock(loop))
+    operator_process = cluster.new_process("operator")
+    kept = ledger.Ledger()
+    verdict = Verdict(server.now_ms)
+    frames = FrameRules(kept, verdict)
+    stage = Stage(
+        scenario=scenario,
+        rng=rng,
+        server=server,
+        database_clock=clock,
+        network=network,
+        cluster=cluster,
+        registrar=Registrar(server, world=world),
+        ledger=kept,
+        verdict=verdict,
+        transactions=TransactionRules(kept, verdict),
+        frames=frames,
+        operator=SimulatedDatabase(server, dice=world.dice, client=operator_process.name),
+        operator_process=operator_process,
+        world=world,
+        node_parts=NodeParts(
+            network=network,
+            gateways=tuple(f"gw{number}" for number in range(1, scenario.fleet.gateways + 1)),
+            rng=rng,
+            new_process=cluster.new_process,
+            rules=frames,
+            seed=str(seed),
+        ),
+    )
+    server.on_commit = stage.committed
+    _populate(stage)
+    return stage
+
+
+def _drawn(rng: random.Random, bounds_ms: Range) -> Any:
+    low, high = bounds_ms[0] / 1000, bounds_ms[1] / 1000
+    return lambda: rng.uniform(low, high)
+
+
+def _populate(stage: Stage) -> None:
+    loop = asyncio.get_running_loop()
+    fleet = stage.scenario.fleet
+    for name in stage.node_parts.gateways:
+        config = GatewayConfig(
+            name=name,
+            advertise_url=f"https://{name}",
+            streams_max=fleet.streams_max,
+            handshakes_per_s=fleet.handshakes_per_s,
+            lease_in_thread=False,
+        )
+        stage.cluster.start_gateway(stage.cluster.add_gateway(config))
+    for number in range(1, fleet.workers + 1):
+        stage.cluster.start_worker(stage.cluster.add_worker(f"worker{number}"))
+    for number in range(1, fleet.nodes + 1):
+        node = FakeNode(stage.registrar.join(f"n{number}"), stage.node_parts, SimulatedClock(loop))
+        stage.nodes.append(node)
+        node.start()
+
+
+async def _phases(stage: Stage) -> float | None:
+    phases = stage.scenario.phases
+    working = [
+        stage.operator_process.spawn(work.enqueue_for_ever(stage)),
+        stage.operator_process.spawn(work.events_for_ever(stage)),
+    ]
+    await _while_sound(stage, asyncio.sleep(phases.calm_s))
+    befalling = [asyncio.create_task(_befall(stage, plan)) for plan in stage.scenario.faults]
+    await _while_sound(stage, asyncio.sleep(phases.faults_s))
+    for task in (*befalling, *working):
+        task.cancel()
+    await asyncio.gather(*befalling, *working, return_exceptions=True)
+    if stage.verdict.violations:
+        return None
+    stage.tell("no more faults")
+    return await _settle(stage)
+
+
+async def _while_sound(stage: Stage, lasting: Coroutine[Any, Any, None]) -> None:
+    """Wait, and no longer once a promise was broken."""
+    waiting = asyncio.ensure_future(lasting)
+    while not waiting.done() and not stage.verdict.violations:
+        await asyncio.wait({waiting}, timeout=1)
+    waiting.cancel()
+
+
+async def _befall(stage: Stage, plan: FaultPlan) -> None:
+    """Let one kind of fault happen again and again. Whoever ends this ends the fault that is on, too."""
+    fault = FAULTS[plan.kind]
+    while True:
+        await asyncio.sleep(stage.rng.expovariate(1 / plan.every_s))
+        stage.faults[plan.kind] += 1
+        # What was begun is undone, also when the phase is over meanwhile.
+        running = asyncio.ensure_future(fault(stage, stage.rng.uniform(*plan.for_s)))
+        stage.running_faults.add(running)
+        running.add_done_callback(stage.running_faults.discard)
+        await asyncio.shield(running)
+
+
+async def _settle(stage: Stage) -> float | None:
+    loop = asyncio.get_running_loop()
+    if stage.running_faults:
+        await asyncio.wait(stage.running_faults)
+    for node in stage.nodes:
+        stage.mend(node)
+    began_s = loop.time()
+    left: list[tuple[str, str]] = []
+    while loop.time() - began_s < stage.scenario.phases.settle_s:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if stage.verdict.violations:
+            return None
+        left = settling.unsettled(stage)
+        if not left:
+            return loop.time() - began_s
+    for rule, text in left:
+        stage.verdict.broken(rule, f"{text}, {stage.scenario.phases.settle_s:g} s after the last fault")
+    return None
+
+
+async def _bury(stage: Stage) -> None:
+    """Put every process away, so that nothing of this run is left in the memory of the next."""
+    stage.server.weather.down = True
+    tasks = [task for process in stage.cluster.processes for task in process.bury()]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(600):
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,81 @@
+"""All that one simulation consists of, for those who act on it: the work, the faults and the checks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bettercompute.store.database import Database
+from bettercompute.testing.sim.cluster import Cluster, GatewayHost, WorkerHost
+from bettercompute.testing.sim.fake_node import FakeNode, NodeParts
+from bettercompute.testing.sim.fleet import Registrar
+from bettercompute.testing.sim.invariants import TransactionRules, Verdict
+from bettercompute.testing.sim.ledger import Change, Ledger
+from bettercompute.testing.sim.machine import SimulatedClock
+from bettercompute.testing.sim.network import Network
+from bettercompute.testing.sim.postgres import Notification, SimulatedServer
+from bettercompute.testing.sim.process import SimulatedProcess
+from bettercompute.testing.sim.scenario import Scenario
+from bettercompute.testing.sim.taps import FrameRules
+from bettercompute.world import World
+
+
+@dataclass(slots=True)
+class Stage:
+    """One simulation."""
+
+    scenario: Scenario
+    rng: random.Random
+    server: SimulatedServer
+    database_clock: SimulatedClock
+    network: Network
+    cluster: Cluster
+    registrar: Registrar
+    ledger: Ledger
+    verdict: Verdict
+    transactions: TransactionRules
+    frames: FrameRules
+    operator: Database
+    operator_process: SimulatedProcess
+    world: World
+    node_parts: NodeParts
+    nodes: list[FakeNode] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    story: list[str] = field(default_factory=list)
+    """What befell it, a line each."""
+    trace: hashlib._Hash = field(default_factory=hashlib.sha256)
+    running_faults: set[asyncio.Future[None]] = field(default_factory=set)
+
+    @property
+    def gateways(self) -> Sequence[GatewayHost]:
+        """Return the gateways."""
+        return list(self.cluster.gateways.values())
+
+    @property
+    def workers(self) -> Sequence[WorkerHost]:
+        """Return the workers."""
+        return list(self.cluster.workers.values())
+
+    def tell(self, line: str) -> None:
+        """Add a line to the story."""
+        told = f"{self.server.now_ms()} {line}"
+        self.story.append(told)
+        self.trace.update(told.encode())
+
+    def mend(self, node: FakeNode) -> None:
+        """Give a node whose certificate was revoked a new one."""
+        row = self.ledger.row("node_certs", node.joined.serial)
+        if row is not None and row["revoked_at"] is not None:
+            node.rejoin(self.registrar.join(node.node_id, generation=node.generation + 1))
+            self.tell(f"{node.node_id} has joined anew, generation {node.generation}")
+
+    def committed(self, client: str, heard: list[Notification]) -> None:
+        """Judge a transaction and add it to the trace."""
+        changes: list[Change] = self.ledger.take(heard)
+        if changes:
+            self.trace.update(f"{self.server.now_ms()} {client} {changes}".encode())
+            self.transactions.judge(client, changes)

@@ -1,0 +1,175 @@
+"""Listens to every frame at the node's end of its stream, and judges what the gateway says by what is committed.
+
+The tap sees a frame when the node does: an ack that was overtaken by nothing must already be true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bettercompute.protocol import messages
+from bettercompute.protocol.kinds import KINDS
+from bettercompute.testing.sim.invariants import TERMINAL_FROM, Verdict
+from bettercompute.testing.sim.ledger import Ledger
+from bettercompute.transport.calls import NO_METADATA, CallEnded, ClientCall, Signal
+from bettercompute.transport.client import unary_on
+from bettercompute.transport.memory import MemoryConnection
+
+
+class FrameRules:
+    """Judges the frames of all nodes."""
+
+    def __init__(self, ledger: Ledger, verdict: Verdict) -> None:
+        self.frames = 0
+        self._ledger = ledger
+        self._verdict = verdict
+        self.busy_expected: set[str] = set()
+        """Nodes whose journal may be full: they refuse what they have credits for."""
+        self._runs: dict[str, list[str]] = {}
+        self._epochs: dict[str, int] = {}
+
+    def received(self, node_id: str, frame: messages.ServerFrame) -> None:
+        """Judge what a node was told."""
+        self.frames += 1
+        match frame.WhichOneof("frame"):
+            case "welcome":
+                self._welcome(node_id, frame.welcome)
+            case "ack":
+                self._ack(node_id, frame.ack)
+
+    def sent(self, node_id: str, frame: messages.AgentFrame) -> None:
+        """Judge what a node says."""
+        self.frames += 1
+        match frame.WhichOneof("frame"):
+            case "update":
+                self._update(node_id, frame.update)
+            case "updates":
+                for update in frame.updates.updates:
+                    self._update(node_id, update)
+
+    def began(self, node_id: str, command_id: str, kind: str, *, who: str) -> None:
+        """Note that a command's effect began at a node; `who` names the process."""
+        runs = self._runs.setdefault(command_id, [])
+        runs.append(who)
+        if len(runs) > 1 and not KINDS[kind].retry_safe:
+            text = f"{command_id} ({kind}) began {len(runs)} times at {node_id}: {', '.join(runs)}"
+            self._verdict.broken("a command runs at most once unless retry-safe", text)
+
+    def _welcome(self, node_id: str, welcome: messages.Welcome) -> None:
+        last = self._epochs.get(node_id, 0)
+        if welcome.epoch <= last:
+            self._verdict.broken("epochs rise", f"{node_id} was welcomed at {welcome.epoch} after {last}")
+        self._epochs[node_id] = welcome.epoch
+        session = self._ledger.row("node_sessions", node_id)
+        if session is None or session["session_epoch"] < welcome.epoch:
+            text = f"{node_id} was welcomed at {welcome.epoch}, the row says {session}"
+            self._verdict.broken("no welcome before it is durable", text)
+
+    def _ack(self, node_id: str, ack: messages.Ack) -> None:
+        if ack.acked_event_seq:
+            self._acked(node_id, ack.journal_id, ack.acked_event_seq)
+        for command_id in ack.command_ids:
+            row = self._ledger.row("commands", command_id)
+            if row is not None and row["state"] < TERMINAL_FROM:
+                self._verdict.broken("no ack before it is durable", f"{command_id} was acked to {node_id}: {row}")
+
+    def _acked(self, node_id: str, journal_id: str, seq: int) -> None:
+        session = self._ledger.row("node_sessions", node_id)
+        if session is None or journal_id != session["journal_id"]:
+            return
+        if session["acked_event_seq"] < seq:
+            text = f"event {seq} was acked to {node_id}, {session['acked_event_seq']} is stored"
+            self._verdict.broken("no ack before it is durable", text)
+
+    def _update(self, node_id: str, update: messages.CommandUpdate) -> None:
+        busy = update.reject_reason == messages.COMMAND_REJECT_REASON_BUSY
+        if update.state == messages.COMMAND_STATE_REJECTED and busy and node_id not in self.busy_expected:
+            self._verdict.broken("credits are never exceeded", f"{node_id} had no credit left for {update.command_id}")
+
+
+class TappedCall:
+    """A `ClientCall` whose frames are looked at."""
+
+    def __init__(self, call: ClientCall, *, node_id: str, rules: FrameRules) -> None:
+        self.status: int | None = None
+        self.status_message = ""
+        self.trailers = NO_METADATA
+        self._call = call
+        self._node_id = node_id
+        self._rules = rules
+
+    @property
+    def queued_bytes(self) -> int:
+        """Return what has not left."""
+        return self._call.queued_bytes
+
+    def send(self, message: bytes) -> None:
+        """Send."""
+        self._call.send(message)
+        self._rules.sent(self._node_id, messages.AgentFrame.FromString(message))
+
+    async def receive(self) -> bytes | None:
+        """Receive."""
+        message = await self._call.receive()
+        if message is None:
+            self.status, self.trailers = self._call.status, self._call.trailers
+            self.status_message = self._call.status_message
+        else:
+            self._rules.received(self._node_id, messages.ServerFrame.FromString(message))
+        return message
+
+    async def drained(self) -> None:
+        """Wait until everything has left."""
+        await self._call.drained()
+
+    def half_close(self) -> None:
+        """End sending."""
+        self._call.half_close()
+
+    def cancel(self) -> None:
+        """End it."""
+        self._call.cancel()
+
+
+class TappedConnection:
+    """A `Connection` whose calls are tapped."""
+
+    def __init__(self, connection: MemoryConnection, *, node_id: str, rules: FrameRules) -> None:
+        self.server_certificate = connection.server_certificate
+        self.serving_ca_pem = connection.serving_ca_pem
+        self._connection = connection
+        self._node_id = node_id
+        self._rules = rules
+
+    @property
+    def closed(self) -> Signal:
+        """Return what is set at its end."""
+        return self._connection.closed
+
+    @property
+    def end(self) -> CallEnded | None:
+        """Return why it ended."""
+        return self._connection.end
+
+    @property
+    def last_heard_ms(self) -> int:
+        """Return when the peer was last heard."""
+        return self._connection.last_heard_ms
+
+    async def call(self, path: str, metadata: Mapping[str, str] = NO_METADATA) -> TappedCall:
+        """Open a call."""
+        return TappedCall(await self._connection.call(path, metadata), node_id=self._node_id, rules=self._rules)
+
+    async def unary(
+        self, path: str, request: bytes, *, metadata: Mapping[str, str] = NO_METADATA, timeout_s: float
+    ) -> bytes:
+        """Send one message and return the one answer."""
+        return await unary_on(await self._connection.call(path, metadata), request, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Close."""
+        self._connection.close()
+
+    async def wait_closed(self) -> None:
+        """Wait for the end."""
+        await self._connection.wait_closed()

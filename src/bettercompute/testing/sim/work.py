@@ -1,0 +1,89 @@
+"""What operators and nodes do while a simulation runs: commands, cancels, events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from bettercompute import telemetry
+from bettercompute.errors import BetterComputeError
+from bettercompute.protocol import messages
+from bettercompute.protocol.kinds import KINDS, pack_payload
+from bettercompute.store import commands
+from bettercompute.testing.sim.fake_node import ANSWERS
+from bettercompute.testing.sim.stage import Stage
+
+NOT_AFTER_MS = (60_000, 600_000)
+
+
+async def enqueue_for_ever(stage: Stage) -> None:
+    """Enqueue commands, and cancel some of them a while later."""
+    every_s = stage.scenario.work.command_every_s
+    while every_s:
+        await asyncio.sleep(stage.rng.expovariate(1 / every_s))
+        node = stage.rng.choice(stage.nodes)
+        command_id = stage.world.ids.uuid7()
+        try:
+            await _enqueue(stage, node.node_id, command_id, kind=stage.rng.choice(sorted(ANSWERS)))
+        except BetterComputeError as error:
+            stage.tell(f"{command_id} was not enqueued: {error.message}")
+            continue
+        if stage.rng.random() < stage.scenario.work.cancel_share:
+            stage.operator_process.spawn(_cancel_later(stage, command_id))
+
+
+async def _enqueue(stage: Stage, node_id: str, command_id: str, *, kind: str) -> None:
+    known = KINDS[kind]
+    now_ms = stage.server.now_ms()
+    not_after_ms = now_ms + int(stage.rng.uniform(*NOT_AFTER_MS))
+    async with stage.operator.transaction() as transaction:
+        [seq] = await commands.draw_seqs(transaction, count=1)
+        body = messages.CommandBody(
+            command_id=command_id,
+            node_id=node_id,
+            kind=kind,
+            lane=known.lane,
+            payload=pack_payload(known.payload()),
+            not_after_ms=not_after_ms,
+            timeout_ms=known.timeout_ms,
+            seq=seq,
+            issued_at_ms=now_ms,
+        )
+        new = commands.NewCommand(
+            command_id=command_id,
+            node_id=node_id,
+            kind=kind,
+            lane=int(known.lane),
+            seq=seq,
+            body=body.SerializeToString(),
+            created_by="operator",
+            not_after_ms=not_after_ms,
+            timeout_ms=known.timeout_ms,
+        )
+        await commands.enqueue(transaction, [new])
+
+
+async def _cancel_later(stage: Stage, command_id: str) -> None:
+    await asyncio.sleep(stage.rng.uniform(0, 30))
+    try:
+        async with stage.operator.transaction() as transaction:
+            await commands.request_cancel(
+                transaction,
+                command_ids=[command_id],
+                requested_by="operator",
+                draw_id=stage.world.ids.uuid7,
+                event_type=telemetry.EVENT_COMMAND_FINISHED,
+            )
+    except BetterComputeError as error:
+        stage.tell(f"{command_id} was not cancelled: {error.message}")
+
+
+async def events_for_ever(stage: Stage) -> None:
+    """Let something happen at nodes."""
+    every_s = stage.scenario.work.event_every_s
+    number = 0
+    while every_s:
+        await asyncio.sleep(stage.rng.expovariate(1 / every_s))
+        for _ in range(stage.rng.choice([1, 1, 1, 30])):
+            number += 1
+            stage.rng.choice(stage.nodes).record_event(json.dumps({"number": number}))

@@ -1,0 +1,48 @@
+"""One run of a scenario, on a database of its own, with what it takes to see a failing one again."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bettercompute.testing import postgres
+from bettercompute.testing.sim import scenario, simulation
+from bettercompute.testing.sim.scenario import Scenario
+from bettercompute.testing.sim.simulation import Outcome
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def simulate(postgres_server: postgres.TestServer) -> Run:
+    """Run a scenario, by name or as it is."""
+
+    def run(wanted: str | Scenario, seed: int) -> Outcome:
+        dsn = postgres_server.create_database()
+        try:
+            chosen = scenario.load(wanted) if isinstance(wanted, str) else wanted
+            return simulation.run(replace(chosen), seed=seed, dsn=dsn)
+        finally:
+            postgres_server.drop_database(dsn)
+
+    return run
+
+
+def explain(outcome: Outcome) -> str:
+    """Return what broke, and how to see it again."""
+    broken = "\n".join(f"  {violation.rule}: {violation.text}" for violation in outcome.violations)
+    story = "\n".join(f"  {line}" for line in outcome.story[-20:])
+    again = f"make sim SEED={outcome.seed} SCENARIO={outcome.scenario} at commit {commit()}"
+    return f"{again}\n{broken}\nbefore it:\n{story}"
+
+
+def commit() -> str:
+    """Return the commit that is checked out."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
