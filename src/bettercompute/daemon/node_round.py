@@ -17,9 +17,10 @@ from pathlib import Path
 import structlog
 
 from bettercompute import __version__
-from bettercompute.daemon import desired, machine
+from bettercompute.daemon import machine
 from bettercompute.daemon.conditions import Conditions, StatusReporter
 from bettercompute.daemon.config import Config
+from bettercompute.daemon.desired import DOCUMENT, SpecOwner
 from bettercompute.daemon.dial import Dial, DialSettings, GatewayLink
 from bettercompute.daemon.driver import Driver
 from bettercompute.daemon.executor import Executor, ExecutorParts
@@ -33,13 +34,10 @@ from bettercompute.daemon.inventory.load import node_load
 from bettercompute.daemon.inventory.pressure import PressureMeter
 from bettercompute.daemon.inventory_held import HeldInventory
 from bettercompute.daemon.journal_records import DropProcess, PutDocument
+from bettercompute.daemon.node_spec import NodeSpec
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.daemon.programs import end_left_running, process_space
-from bettercompute.daemon.regularly import Intervals
 from bettercompute.daemon.renewal import Renewal, RenewalParts
-from bettercompute.daemon.sections.access import AccessSection
-from bettercompute.daemon.sections.daemon import DaemonSection
-from bettercompute.daemon.sections.host import HostSection
 from bettercompute.daemon.shell import NodeShell, Outlook, ShellParts
 from bettercompute.daemon.status import DaemonStatus, StatusServer
 from bettercompute.delivery.commands import CommandState
@@ -101,23 +99,18 @@ class NodeRound:
         self._boot_id = boot_id
         record, documents = identity.record, journal.contents.documents
         self.conditions = Conditions(parts.world.clock.now_ms)
-        self.access = AccessSection()
-        self.daemon_section = DaemonSection(configured_log=lambda: parts.config.value.log)
-        self._intervals = Intervals(parts.world.dice)
         self.inventory = HeldInventory(state_dir=self._state_dir, root=parts.root)
-        self.desired = desired.DesiredState(
-            desired.SpecOwner(
+        self.spec = NodeSpec(
+            SpecOwner(
                 node_id=record.node_id, trust_domain=record.trust_domain, floor_generation=record.applied_generation
             ),
-            kept=documents.get(desired.DOCUMENT, b""),
+            kept=documents.get(DOCUMENT, b""),
             write=journal.write,
-            raise_floor=self._raise_floor,
-            sections={
-                "access": self.access,
-                "daemon": self.daemon_section,
-                "host": HostSection(parts.config.value.host_root),
-            },
+            identities=parts.identities,
+            config=lambda: parts.config.value,
+            dice=parts.world.dice,
         )
+        self.desired = self.spec.desired
         self.link = GatewayLink(
             world=parts.world,
             identity=self.load_identity,
@@ -177,16 +170,17 @@ class NodeRound:
             now_ms=world.clock.now_ms,
             tell=self.driver.give,
         )
-        self.desired.on_change = self._spec_changed
+        self.spec.on_change = self.shell.spec_changed
         journal.on_health = reporter.journal_health
         reporter.journal_health(journal.health)
         reporter.report_soon()
         await self._status.start()
         self._record_start(left=len(left))
+        collect = self.inventory.collect
         self._tasks = [
             asyncio.create_task(self.driver.run(effects), name="session"),
-            asyncio.create_task(self._collect_regularly(first_collection), name="inventory"),
-            asyncio.create_task(self._report_regularly(reporter), name="status"),
+            asyncio.create_task(self.spec.collect_regularly(first_collection, collect), name="inventory"),
+            asyncio.create_task(self.spec.report_regularly(reporter.report_soon), name="status"),
             asyncio.create_task(self.desired.run(), name="desired state"),
             asyncio.create_task(reporter.watch_pressure(), name="pressure"),
             asyncio.create_task(self._renewal().run(), name="renewal"),
@@ -374,26 +368,6 @@ class NodeRound:
         self._parts.notifier.status(
             f"connected to {self.link.url}" if outlook.state == "connected" else f"{outlook.state}: {outlook.reason}"
         )
-
-    async def _collect_regularly(self, first: asyncio.Task[None]) -> None:
-        await first
-        section, config = self.daemon_section, self._parts.config
-        await self._intervals.regularly(
-            lambda: section.inventory_interval_s or config.value.inventory_refresh_s, self.inventory.collect
-        )
-
-    async def _report_regularly(self, reporter: StatusReporter) -> None:
-        async def report() -> None:
-            reporter.report_soon()
-
-        await self._intervals.regularly(lambda: self.daemon_section.status_interval_s, report)
-
-    def _spec_changed(self) -> None:
-        self._intervals.changed()
-        self.shell.spec_changed()
-
-    async def _raise_floor(self, generation: int) -> None:
-        await asyncio.to_thread(self._parts.identities.raise_marks, applied_generation=generation)
 
 
 def boot_id_of(parts: NodeParts) -> str:

@@ -1,7 +1,7 @@
 """What brings the sections of a spec about, a file each; a section without one is reported unsupported.
 
-To add one, write a class with `converge`, and name it in `NodeRound`. See docs/desired-state.md, "A section of your
-own".
+To add one, write a class with `converge`, and name it in `daemon/node_spec.py`. See docs/desired-state.md,
+"A section of your own".
 """
 
 from __future__ import annotations
