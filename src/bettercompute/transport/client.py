@@ -200,6 +200,9 @@ class _Dial:
         )
 
     def _refused(self, end: CallEnded) -> DialFailed:
+        if end.kind is EndKind.CERTIFICATE_REFUSED and self._target.identity is not None:
+            # TLS has no alert for "not yet valid", and whose clock is wrong only people can tell.
+            return DialFailed(DialKind.CERTIFICATE_REFUSED, f"{end.message}; {tls.validity(self._target.identity)}")
         if end.kind.value in list(DialKind):
             return DialFailed(DialKind(end.kind.value), end.message)
         if end.kind is EndKind.CONNECTION_LOST and self._target.identity is not None:

@@ -72,6 +72,15 @@ class ServerContext(ssl.SSLContext):
         return wrapped
 
 
+def validity(identity: Identity) -> str:
+    """Return from when to when a dialer's own certificate is valid: what to look at when it is refused."""
+    leaf = x509.load_pem_x509_certificate(identity.certificate_chain_pem)
+    begins, ends = (f"{at:%Y-%m-%d %H:%M:%S}" for at in (leaf.not_valid_before_utc, leaf.not_valid_after_utc))
+    return (
+        f"it is valid from {begins} to {ends} UTC: compare the clocks of both hosts, and join again if it is not that"
+    )
+
+
 def server_context(secrets: ServerSecrets) -> ssl.SSLContext:
     """Return the context for a listener."""
     context = ServerContext(ssl.PROTOCOL_TLS_SERVER)
