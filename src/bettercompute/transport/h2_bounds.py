@@ -88,6 +88,11 @@ class AbuseBucket:
         """Return the bucket of a new connection."""
         return cls(burst=limits.abuse_burst, per_s=limits.abuse_per_s, tokens=limits.abuse_burst, updated_ms=now_ms)
 
+    def lower_burst(self, burst: int) -> None:
+        """Hold no more than `burst` tokens from now on."""
+        self.burst = min(self.burst, burst)
+        self.tokens = min(self.tokens, self.burst)
+
     def spend(self, what: str, *, now_ms: int) -> None:
         """Take one token, or raise `EnhanceYourCalm` when there is none."""
         elapsed_ms = max(0, now_ms - self.updated_ms)

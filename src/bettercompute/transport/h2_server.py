@@ -38,8 +38,9 @@ class H2Server(H2Core):
         self._h2.running -= 1
 
     def count_strangers(self) -> None:
-        """Count what this connection makes us hold with that of all others that showed no certificate."""
+        """Count what this connection makes us hold with that of all strangers, and bear with less."""
         self._is_stranger = True
+        self._h2.bucket.lower_burst(self.limits.anonymous_abuse_burst)
 
     def never_bill(self, path: str) -> None:
         """Stop billing calls of `path`."""

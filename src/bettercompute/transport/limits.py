@@ -69,6 +69,9 @@ class Limits:
     # The abuse bucket of a connection: a burst, then a steady rate, then GOAWAY ENHANCE_YOUR_CALM.
     abuse_burst: int = 200
     abuse_per_s: int = 20
+    # The burst of a connection without a certificate, which has one Join to make and nothing to reset: strangers that
+    # dial again and again to spend it cost a quarter, and a handshake.
+    anonymous_abuse_burst: int = 50
     # A reset this soon after opening, before any response, is billed.
     early_reset_ms: int = 1_000
 

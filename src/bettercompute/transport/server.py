@@ -250,7 +250,9 @@ class Server:
 
     async def _run(self, call: SocketServerCall) -> None:
         try:
-            await run_handler(self._handler, call)
+            # Opened and reset in one read: nobody is there to be answered.
+            if not call.ended:
+                await run_handler(self._handler, call)
         finally:
             call.handler_done()
 

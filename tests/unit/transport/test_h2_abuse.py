@@ -85,6 +85,21 @@ def rapid_reset(wire: Wire, count: int) -> None:
     wire.send_frames(*frames)
 
 
+@pytest.mark.parametrize(
+    ("stranger", "borne"), [(False, DEFAULT_LIMITS.abuse_burst), (True, DEFAULT_LIMITS.anonymous_abuse_burst)]
+)
+def test_a_stranger_is_borne_with_for_less_long(stranger: bool, borne: int):
+    wire = Wire()
+    if stranger:
+        wire.server.count_strangers()
+    left = int(wire.server._h2.bucket.tokens)
+    assert borne - 2 <= left <= borne, "the preface's own SETTINGS are paid for"
+    wire.send_frames(*(ping() for _ in range(left)))
+    assert wire.server.ended is None
+    wire.send_frames(ping())
+    assert wire.calmed()
+
+
 def test_rapid_reset_ends_the_connection_before_many_calls_are_opened():
     wire = Wire()
     rapid_reset(wire, 5_000)
