@@ -6,6 +6,7 @@ which would double what an idle bcd weighs. See docs/daemon.md, "Setting it up";
 
 from __future__ import annotations
 
+import ipaddress
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 from bettercompute.daemon.inventory.capabilities import RebootSettings
 from bettercompute.daemon.inventory.facts import DEFAULT_PROGRAM_TIMEOUT_MS, MAX_PROGRAM_TIMEOUT_MS, FactSettings
+from bettercompute.daemon.log_sources import SIZE_DEFAULT_BYTES, SIZE_LIMIT_BYTES, LogsSettings
 from bettercompute.errors import Refused
 from bettercompute.protocol.addresses import is_host
 from bettercompute.protocol.statuses import Reason, refuse
@@ -25,6 +27,7 @@ CONFIG_BYTES_MAX = 1 << 20
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("auto", "json", "text")
 GATEWAYS_MAX = 16
+LIST_MAX = 64
 # What Linux takes (PATH_MAX counts the NUL).
 PATH_BYTES_MAX = 4_095
 NAME_BYTES_MAX = 255
@@ -56,6 +59,7 @@ class Config:
     facts: FactSettings = field(default_factory=FactSettings)
     inventory_refresh_s: int = 3600
     reboot: RebootSettings = field(default_factory=RebootSettings)
+    logs: LogsSettings = field(default_factory=LogsSettings)
     host_root: Path = Path("/")
 
 
@@ -102,6 +106,13 @@ def parse(values: Mapping[str, Any], *, path: Path) -> Config:
             allowed=flat.boolean("reboot.allowed", default=True),
             command=flat.argv("reboot.command"),
             boot_id_file=flat.path("reboot.boot_id_file"),
+        ),
+        logs=LogsSettings(
+            folders=flat.texts("logs.folders", "a list of absolute paths", _is_path),
+            size_max_bytes=flat.integer("logs.size_max_bytes", 1, SIZE_LIMIT_BYTES, default=SIZE_DEFAULT_BYTES),
+            allow_http=flat.boolean("logs.allow_http", default=False),
+            allow_networks=flat.texts("logs.allow_networks", 'a list of networks, as in ["127.0.0.0/8"]', _is_network),
+            ca_file=flat.path("logs.ca_file"),
         ),
         host_root=flat.path("host.root") or Config().host_root,
     )
@@ -159,6 +170,16 @@ class _Reader:
         words: list[str] = self._take(key, empty, limit, _are_texts)
         return tuple(words)
 
+    def texts(self, key: str, kind: str, holds: Callable[[str], bool]) -> tuple[str, ...]:
+        limit = f"must be {kind}, at most {LIST_MAX}"
+        empty: list[str] = []
+
+        def fits(found: list[str]) -> bool:
+            return len(found) <= LIST_MAX and _are_texts(found) and all(map(holds, found))
+
+        texts: list[str] = self._take(key, empty, limit, fits)
+        return tuple(texts)
+
     def urls(self, key: str) -> tuple[str, ...]:
         value = self._values.get(key)
         if isinstance(value, str):
@@ -194,6 +215,14 @@ class _Reader:
 def _is_path(text: str) -> bool:
     names_fit = all(len(name.encode()) <= NAME_BYTES_MAX for name in text.split("/"))
     return text.startswith("/") and "\0" not in text and len(text.encode()) <= PATH_BYTES_MAX and names_fit
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _are_texts(words: list[str]) -> bool:

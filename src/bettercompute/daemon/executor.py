@@ -70,7 +70,14 @@ class Executor:
     def start(self, command_id: str, *, attempt: int, body: messages.CommandBody) -> None:
         """Begin a command whose start is durable."""
         kind = KINDS[body.kind]
-        run = _Run(parts=self._parts, command_id=command_id, attempt=attempt, body=body, command_kind=kind)
+        run = _Run(
+            parts=self._parts,
+            command_id=command_id,
+            attempt=attempt,
+            body=body,
+            command_kind=kind,
+            running=self._running,
+        )
         self._running[command_id] = run
         run.task = asyncio.create_task(self._carry_out(run), name=f"command-{command_id}")
 
@@ -144,6 +151,8 @@ class _Run:
     attempt: int
     body: messages.CommandBody
     command_kind: CommandKind
+    running: Mapping[str, _Run]
+    """All that run, this one too."""
     payload: Message = field(default_factory=messages.CommandBody)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -187,6 +196,13 @@ class _Run:
     async def output(self, data: bytes) -> None:
         self.news.add_output(data)
         self.news.due()
+
+    def unrepeatable_running(self) -> list[str]:
+        return [
+            command_id
+            for command_id, run in self.running.items()
+            if run is not self and not run.command_kind.retry_safe
+        ]
 
     def held_sections(self) -> Mapping[str, CanonicalSection]:
         return self.parts.inventory.sections

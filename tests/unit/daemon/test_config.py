@@ -35,6 +35,7 @@ def test_every_key_is_taken() -> None:
         "gateway_server_name": "gateway.example",
         "log": {"level": "debug", "format": "json"},
         "inventory": {"refresh_s": 60, "facts_dir": "/etc/bcd/facts", "fact_timeout_ms": 5},
+        "logs": {"folders": ["/var/log"], "size_max_bytes": 9, "allow_http": True, "allow_networks": ["10.0.0.0/8"]},
         "reboot": {"allowed": False, "command": ["/sbin/reboot"], "boot_id_file": "/run/boot-id"},
     }
     config = parse(values, path=Path("x"))
@@ -46,6 +47,8 @@ def test_every_key_is_taken() -> None:
     assert (config.inventory_refresh_s, config.facts.fact_timeout_ms) == (60, 5)
     assert config.facts.facts_dir == Path("/etc/bcd/facts")
     assert (config.reboot.allowed, config.reboot.command) == (False, ("/sbin/reboot",))
+    assert (config.logs.folders, config.logs.size_max_bytes) == (("/var/log",), 9)
+    assert (config.logs.allow_http, config.logs.allow_networks) == (True, ("10.0.0.0/8",))
     assert config.reboot.boot_id_file == Path("/run/boot-id")
     assert parse({"gateway_url": "https://a.example"}, path=Path("x")).gateway_url == ("https://a.example",)
 
@@ -55,6 +58,12 @@ def test_every_key_is_taken() -> None:
     [
         ('state_dri = "/x"', "state_dri is not a known key; did you mean state_dir?"),
         ("[inventory]\nrefresh = 60", "inventory.refresh is not a known key; did you mean inventory.refresh_s?"),
+        ('[logs]\nfolders = ["var/log"]', "logs.folders = ['var/log']: it must be a list of absolute paths"),
+        (
+            '[logs]\nallow_networks = ["10.0.0.1/8"]',
+            "logs.allow_networks = ['10.0.0.1/8']: it must be a list of networks",
+        ),
+        ("[logs]\nsize_max_bytes = 0", "logs.size_max_bytes = 0: it must be a whole number from 1 to 1073741824"),
         ("[journal]", "journal is not a known key"),
         ('state_dir = "relative"', "state_dir = 'relative': it must be an absolute path"),
         ("state_dir = 7", "state_dir = 7: it must be an absolute path"),

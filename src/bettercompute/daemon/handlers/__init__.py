@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from google.protobuf.message import Message
 
@@ -22,6 +22,9 @@ from bettercompute.daemon.inventory.canonical import CanonicalSection
 from bettercompute.daemon.inventory.facts import FactSettings
 from bettercompute.errors import Bug
 from bettercompute.world import World
+
+if TYPE_CHECKING:
+    from bettercompute.daemon.config import Config
 
 
 class HandlerFailed(Exception):
@@ -83,6 +86,11 @@ class HandlerConfig(Protocol):
         """The `[inventory]` table."""
         ...
 
+    @property
+    def value(self) -> Config:
+        """The whole file, as it was last read."""
+        ...
+
 
 class HandlerContext(Protocol):
     """One delivery of one command, as its handler sees it."""
@@ -138,6 +146,10 @@ class HandlerContext(Protocol):
 
     async def output(self, data: bytes) -> None:
         """Hand on a piece of live output; the last 64 KiB are kept."""
+        ...
+
+    def unrepeatable_running(self) -> Sequence[str]:
+        """Return the other commands that run now and must not run twice: what a reboot would leave in the open."""
         ...
 
     def held_sections(self) -> Mapping[str, CanonicalSection]:

@@ -36,7 +36,7 @@ def capabilities(sections: Mapping[str, CanonicalSection], reboot: RebootSetting
         found += [names.CDI, names.DEVICES_LIMITS, names.BINDING_KUBERNETES]
     if gpus.cuda_driver_version:
         found.append(names.NVML)
-    if _can_reboot(sections, reboot):
+    if can_reboot(sections, reboot):
         found.append(names.REBOOT)
     return sorted(found)
 
@@ -54,7 +54,7 @@ def _gpus(sections: Mapping[str, CanonicalSection]) -> messages.GpusInventory:
     return messages.GpusInventory.FromString(section.body) if section is not None else messages.GpusInventory()
 
 
-def _can_reboot(sections: Mapping[str, CanonicalSection], reboot: RebootSettings) -> bool:
+def can_reboot(sections: Mapping[str, CanonicalSection], reboot: RebootSettings) -> bool:
     """Return whether a reboot would show in the boot id: a container sees its host's, which it cannot change."""
     if not reboot.allowed:
         return False

@@ -71,7 +71,7 @@ def _from_nvml(findings: Findings, section: messages.GpusInventory, nvml: Any) -
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        findings.gap(NVML, _reason(nvml, error), str(error))
+        findings.gap(NVML, nvml_reason(nvml, error), str(error))
         return
     try:
         section.nvidia_driver_version = nvml.nvmlSystemGetDriverVersion()
@@ -82,12 +82,13 @@ def _from_nvml(findings: Findings, section: messages.GpusInventory, nvml: Any) -
         for index in range(min(nvml.nvmlDeviceGetCount(), MAX_GPUS)):
             section.gpus.append(_Reading(nvml, index).gpu())
     except nvml.NVMLError as error:
-        findings.gap(NVML, _reason(nvml, error), str(error))
+        findings.gap(NVML, nvml_reason(nvml, error), str(error))
     finally:
         nvml.nvmlShutdown()
 
 
-def _reason(nvml: Any, error: Any) -> Reason:
+def nvml_reason(nvml: Any, error: Any) -> Reason:
+    """Return the reason that stands for an error of NVML."""
     if error.value in (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED):
         return NO_DRIVER
     return PERMISSION_DENIED if error.value == nvml.NVML_ERROR_NO_PERMISSION else READ_FAILED
@@ -112,10 +113,10 @@ class _Reading:
         gpu = messages.Gpu(vendor=_VENDORS[NVIDIA], index=self._index)
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(self._index)
-            gpu.pci_address = _kernel_address(nvml.nvmlDeviceGetPciInfo(handle).busId)
+            gpu.pci_address = kernel_address(nvml.nvmlDeviceGetPciInfo(handle).busId)
         except nvml.NVMLError as error:
             # A GPU that fell off the bus: the others are still served.
-            gpu.unreadable.add(what=f"{NVML} index {self._index}", reason=f"{_reason(nvml, error)}: {error}")
+            gpu.unreadable.add(what=f"{NVML} index {self._index}", reason=f"{nvml_reason(nvml, error)}: {error}")
             return gpu
         gpu.uuid = self._ask(nvml.nvmlDeviceGetUUID, handle) or ""
         gpu.name = self._ask(nvml.nvmlDeviceGetName, handle) or ""
@@ -164,11 +165,11 @@ class _Reading:
         except nvml.NVMLError as error:
             if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND):
                 what = f"{NVML} {question.__name__}"
-                self._gaps.append(messages.Unreadable(what=what, reason=f"{_reason(nvml, error)}: {error}"))
+                self._gaps.append(messages.Unreadable(what=what, reason=f"{nvml_reason(nvml, error)}: {error}"))
             return None
 
 
-def _kernel_address(address: str) -> str:
+def kernel_address(address: str) -> str:
     """Return NVML's PCI address as the kernel writes it: `00000000:1B:00.0` is `0000:1b:00.0`."""
     domain, _, rest = address.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
