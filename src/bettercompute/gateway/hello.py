@@ -85,8 +85,7 @@ class HelloTransactions:
         self._idle = asyncio.Event()
         self._idle.set()
         self._recent_ms: deque[float] = deque(maxlen=RECENT_HELLOS)
-        self.recent_ms = 0.0
-        """The median of the recent Hellos' own parts of their time; 0 before the first."""
+        self._median_ms = FIRST_GUESS_MS
 
     @property
     def pending(self) -> int:
@@ -101,7 +100,7 @@ class HelloTransactions:
         """Refuse a Hello while the bound of pending ones is reached."""
         opening.admit_hello(
             pending=self._pending,
-            recent_hello_ms=self.recent_ms or FIRST_GUESS_MS,
+            recent_hello_ms=self._median_ms,
             drawn=self._world.dice.uniform(0, 1),
             pending_max=self._pending_max,
         )
@@ -139,7 +138,7 @@ class HelloTransactions:
         finally:
             took_ms = self._world.clock.monotonic_ms() - started_ms
             self._recent_ms.append(opening.hello_time_ms(took_ms=took_ms, pending=self._pending))
-            self.recent_ms = sorted(self._recent_ms)[len(self._recent_ms) // 2]
+            self._median_ms = sorted(self._recent_ms)[len(self._recent_ms) // 2]
             self._metrics.hello_seconds.observe(took_ms / 1000)
             self._pending -= 1
             self._metrics.hellos_pending.set(self._pending)

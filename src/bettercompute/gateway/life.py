@@ -302,7 +302,6 @@ class GatewayLife:
             room_elsewhere=room_elsewhere,
             hellos_pending=self.hellos.pending,
             hellos_max=self._config.pending_hellos_max,
-            hello_ms=self.hellos.recent_ms,
         )
 
     def _state(self) -> GatewayState:

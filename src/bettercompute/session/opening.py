@@ -24,9 +24,12 @@ PENDING_HELLOS_MAX = 64
 """Hello transactions at once. More once starved a gateway's own lease renewal until it fenced itself."""
 HORIZON_MS = 60_000
 """No appointment further away than this: a promise must outlive neither gateway nor daemon."""
-SLOT_MAX_MS = 100.0
-"""Appointments are at most so far apart: one slow moment of the database must not send a fleet away for minutes."""
 JITTER = 0.1
+WAITED_ATTEMPTS = 2
+"""Who kept two appointments in vain is let in before the others."""
+RESERVED_SHARE = 4
+"""A quarter of the pending Hellos is kept for those, and a quarter of a second's tokens is lent to them: what is lent
+is earned before anybody else is admitted, so that the rate stays what it is."""
 BEYOND_HORIZON_MS = (30_000, 60_000)
 ROOM_ELSEWHERE_MS = (1_000, 5_000)
 NO_ROOM_MS = (30_000, 60_000)
@@ -71,9 +74,7 @@ class GatewayCondition:
     """Another live gateway has more than 5 % room, by the counts in the lease rows."""
     hellos_pending: int = 0
     hellos_max: int = PENDING_HELLOS_MAX
-    """While so many are pending no token is spent: the stream would only be refused at its Hello."""
-    hello_ms: float = 0.0
-    """The recent median of `hello_time_ms`; 0 before there is one. Appointments are no closer together."""
+    """Near so many no token is spent: the stream would only be refused at its Hello."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +124,13 @@ def admit_session(
         return state, refuse(Reason.REVOKED, notice_text(revocation))
     state = _refilled(state, now_ms=now_ms)
     newcomer = attempt == 0
-    hello_has_room = condition.hellos_pending < condition.hellos_max
-    if hello_has_room and state.tokens >= 1 and not (newcomer and state.next_at_ms > now_ms):
+    waited = attempt is not None and attempt >= WAITED_ATTEMPTS
+    places = condition.hellos_max - (0 if waited else condition.hellos_max // RESERVED_SHARE)
+    owed = state.rate_per_s / RESERVED_SHARE if waited else 0.0
+    room = condition.hellos_pending < places and state.tokens + owed >= 1
+    if room and not (newcomer and state.next_at_ms > now_ms):
         return replace(state, tokens=state.tokens - 1), None
-    slot_ms = max(1000 / state.rate_per_s, min(condition.hello_ms, SLOT_MAX_MS))
-    return _book(state, slot_ms=slot_ms, now_ms=now_ms, drawn=drawn)
+    return _book(state, now_ms=now_ms, drawn=drawn)
 
 
 def admit_join(
@@ -280,13 +283,9 @@ def _refused_by_condition(condition: GatewayCondition, *, drawn: float) -> Refus
     return None
 
 
-def _book(state: AdmissionState, *, slot_ms: float, now_ms: int, drawn: float) -> tuple[AdmissionState, Refused]:
-    """Give the next free slot away, or none beyond the horizon.
-
-    Slots follow each other as handshakes are allowed, or as Hellos are committed where that takes longer: who came at
-    the bucket's rate to a slower gateway would be refused there again.
-    """
-    next_at_ms = max(state.next_at_ms, now_ms) + slot_ms
+def _book(state: AdmissionState, *, now_ms: int, drawn: float) -> tuple[AdmissionState, Refused]:
+    """Give the next free slot away, or none beyond the horizon."""
+    next_at_ms = max(state.next_at_ms, now_ms) + 1000 / state.rate_per_s
     if next_at_ms - now_ms > HORIZON_MS:
         wait_ms = _between(BEYOND_HORIZON_MS, drawn)
     else:
