@@ -216,6 +216,14 @@ class BoundedH2(H2Connection):
                 self._goaway_text = str(calm).encode()
                 raise
 
+    def release(self) -> None:
+        """Let go of what refers back to this connection, once nothing more is read.
+
+        h2 keeps a table of its own methods: without this every connection would wait for the collector, which runs
+        rarely here, and a flood of them would fill the memory.
+        """
+        self._frame_dispatch_table.clear()
+
     @property
     def owes_bytes(self) -> bool:
         """Return whether `data_to_send` would return any."""

@@ -144,6 +144,7 @@ class H2Core:
     def lose(self, kind: EndKind, text: str) -> None:
         """Note that the peer is gone: nothing can be sent."""
         self._end(kind, text)
+        self._h2.release()
 
     # Calls
 

@@ -41,6 +41,10 @@ def bound_stdlib_tls(loop: asyncio.AbstractEventLoop) -> None:
         asyncio.sslproto.SSLProtocol.max_size = STDLIB_TLS_BUFFER_BYTES
 
 
+def _heard_by_nobody(event: Event) -> None:
+    """Take an event after the connection's end."""
+
+
 class Link(asyncio.BufferedProtocol):
     """One connection. `on_event` hears what is not the link's own business, in order."""
 
@@ -130,6 +134,9 @@ class Link(asyncio.BufferedProtocol):
                 handle.cancel()
         self.core.lose(kind, text)
         self._dispatch(self.core.take_events())
+        # No cycle may be left behind: the collector runs rarely.
+        self.on_tick = None
+        self._on_event = _heard_by_nobody
         self.closed.set()
 
     # Our side

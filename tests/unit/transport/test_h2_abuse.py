@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 from h2.errors import ErrorCodes
 from h2.events import StreamReset
@@ -302,6 +305,21 @@ def test_the_bucket_refills_and_ignores_a_clock_that_steps_back():
     with pytest.raises(EnhanceYourCalm):
         bucket.spend("x", now_ms=0)
     bucket.spend("x", now_ms=50)
+
+
+def test_a_lost_connection_needs_no_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        wire = Wire()
+        wire.open_call()
+        wire.exchange()
+        wire.server.lose(EndKind.CONNECTION_LOST, "gone")
+        gone = weakref.ref(wire.server._h2)
+        del wire
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_read_after_the_end():
