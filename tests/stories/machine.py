@@ -50,6 +50,8 @@ class Machine:
         self.running: set[str] = set()
         self.runs: list[str] = []
         """Every beginning of a command's effect."""
+        self.parks = False
+        """A section of every spec that comes fails."""
         self._conditions: set[str] = set()
 
     def tell(self, sentence: str) -> None:
@@ -252,10 +254,19 @@ class Machine:
                 self.give(inputs.JournalRenewed(self.disk.journal_id, self.disk.last_event_seq))
             case effects.ApplyDesired(desired):
                 spec = messages.DesiredStateBody.FromString(desired.body)
-                self.tell(f"{self.name} converges generation {spec.generation}")
-                self.give(inputs.SpecHeld(spec.generation, spec.generation, spec.spec_sha256))
+                self._converge(spec)
             case _:
                 self._mind(effect)
+
+    def _converge(self, spec: messages.DesiredStateBody) -> None:
+        assert self.daemon is not None, f"{self.name} has no daemon"
+        applied = self.daemon.advertised.applied_generation
+        if self.parks:
+            self.tell(f"{self.name} reads generation {spec.generation} and cannot converge it")
+        else:
+            applied = spec.generation
+            self.tell(f"{self.name} converges generation {spec.generation}")
+        self.give(inputs.SpecHeld(spec.generation, applied, spec.spec_sha256))
 
     def _mind(self, effect: DaemonEffect) -> None:
         """Obey what is for people, and what ends and begins streams."""

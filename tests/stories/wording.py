@@ -151,8 +151,9 @@ def server_frame(frame: messages.ServerFrame) -> str:
         case "ack":
             return f"ack: {_ack(frame.ack)}"
         case "desired":
-            generation = messages.DesiredStateBody.FromString(frame.desired.body).generation
-            return f"desired state of generation {generation}"
+            desired = messages.DesiredStateBody.FromString(frame.desired.body)
+            over = f", a patch over {desired.patch.base_generation}" if desired.HasField("patch") else ""
+            return f"desired state of generation {desired.generation}{over}"
         case "drain":
             return f"drain: reconnect elsewhere in {seconds(frame.drain.reconnect_after_ms)}"
         case "revoked":

@@ -144,6 +144,13 @@ def finish(stage: Stage, given: Directive) -> None:
 
 
 @directive
+def spec_fails(stage: Stage, given: Directive) -> None:
+    """spec-fails MACHINE yes|no: whether a section of every spec that comes from now on fails there."""
+    _, fails = given.arguments
+    machine_of(stage, given).parks = fails == "yes"
+
+
+@directive
 def wall_clock(stage: Stage, given: Directive) -> None:
     """wall-clock MACHINE OFFSET: set the host's own clock wrong."""
     name, offset = given.arguments

@@ -76,13 +76,17 @@ def cancel(stage: Stage, given: Directive) -> None:
 
 @directive
 def publish_spec(stage: Stage, given: Directive) -> None:
-    """publish-spec NODE GENERATION: the node's spec has a new generation."""
+    """publish-spec NODE GENERATION [patch_over=BASE]: a new generation; with a base, also as a patch over it."""
     node_id, number = given.arguments
-    generation = int(number)
+    generation, base = int(number), given.options.get("patch_over")
     body = messages.DesiredStateBody(
         node_id=node_id, generation=generation, spec_sha256=bytes([generation] * 32), full=messages.NodeSpec()
     )
-    spec = stage.control.nodes[node_id].spec = StoredSpec(generation=generation, body=body.SerializeToString())
+    spec = StoredSpec(generation=generation, body=body.SerializeToString())
+    if base is not None:
+        body.patch.CopyFrom(messages.SectionPatch(base_generation=int(base), section="daemon", field_number=2))
+        spec = replace(spec, patch_base_generation=int(base), patch_body=body.SerializeToString())
+    stage.control.nodes[node_id].spec = spec
     stage.tell(f"the spec of {node_id} is at generation {generation}")
     for gateway_ in stage.gateways.values():
         live = gateway_.sessions.get(node_id)
