@@ -239,3 +239,31 @@ def cancel(
         output.console.print(f"{command_id}: {sentences[answer['outcome']]}", markup=False)
     if answer["outcome"] == "too-late":
         raise typer.Exit(output.EXIT_FAILED)
+
+
+@app.command()
+def why(command_id: str, api: Api = None, json: Json = False) -> None:
+    """Say what exactly a command waits for, the decisive reason first."""
+    answer = output.run(lambda: ApiClient.from_environment(api).get(path_of("commands", command_id, "why")))
+    if json:
+        output.print_json(answer)
+        return
+    for reason in answer["reasons"]:
+        output.console.print(f"{reason['code']}: {reason['sentence']}", markup=False)
+
+
+@app.command()
+def abandon(
+    command_id: str,
+    reason: Annotated[str, typer.Option(help="Why nobody waits for it any more, for the audit log.")],
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """End a command in flight as failed without its node's word. What the node did with it stays unknown."""
+    answer = output.run(
+        lambda: ApiClient.from_environment(api).post(path_of("commands", command_id, "abandon"), {"reason": reason})
+    )
+    if json:
+        output.print_json(answer)
+    else:
+        output.console.print(f"{command_id}: failed (abandoned)", markup=False)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from bettercompute.delivery import lanes
 from bettercompute.delivery.commands import OutgoingCommand
+from bettercompute.protocol.kinds import KINDS
 from bettercompute.protocol.versions import UPGRADE_KIND
 from bettercompute.session.effects import GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
@@ -45,11 +46,26 @@ def wants(state: GatewaySession) -> DispatchDemand | None:
 
 
 def kinds_allowed(state: GatewaySession) -> frozenset[str] | None:
-    """Return the kinds this session may be sent: the certificate's, and in an upgrade-only session only the upgrade."""
-    if not state.upgrade_only:
-        return state.allowed_kinds
-    upgrade = frozenset({UPGRADE_KIND})
-    return upgrade if state.allowed_kinds is None else upgrade & state.allowed_kinds
+    """Return the kinds this session may be sent; None: all.
+
+    The certificate's, without those that need a capability which the daemon lacks; in an upgrade-only session only the
+    upgrade.
+    """
+    allowed = state.allowed_kinds
+    if state.upgrade_only:
+        upgrade = frozenset({UPGRADE_KIND})
+        return upgrade if allowed is None else upgrade & allowed
+    if not state.lacking:
+        return allowed
+    return (frozenset(KINDS) if allowed is None else allowed) - state.lacking
+
+
+def kinds_lacking(capabilities: Iterable[str]) -> frozenset[str]:
+    """Return the kinds that need a capability which is not among these."""
+    held = frozenset(capabilities)
+    return frozenset(
+        kind.name for kind in KINDS.values() if kind.capability is not None and kind.capability not in held
+    )
 
 
 def commands_marked(

@@ -18,7 +18,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.validation import validate_for_store
 from bettercompute.session import closing, inputs, liveness
 from bettercompute.session.closing import Cause
-from bettercompute.session.dispatch import back_off_over, commands_marked, marks_found, wants
+from bettercompute.session.dispatch import back_off_over, commands_marked, kinds_lacking, marks_found, wants
 from bettercompute.session.effects import Close, GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_frames import frame_received, without
 from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
@@ -61,6 +61,7 @@ def open_session(
         upgrade_only=plan.upgrade_required,
         signed_only=plan.row.signed_only,
         allowed_kinds=plan.allowed_kinds,
+        lacking=kinds_lacking(plan.row.capabilities),
         tenant_controlled=plan.tenant_controlled,
         trust_version=plan.row.trust_version,
         last_heard_ms=now_ms,

@@ -29,6 +29,8 @@ class GatewaySession:
     upgrade_only: bool
     signed_only: bool
     allowed_kinds: frozenset[str] | None
+    lacking: frozenset[str]
+    """Kinds that need a capability which the daemon does not advertise."""
     tenant_controlled: bool
     trust_version: int
     last_heard_ms: int

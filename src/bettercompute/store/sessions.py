@@ -260,6 +260,7 @@ def _row_arguments(values: RowValues) -> dict[str, Any]:
 def _command_arguments(plan: HelloPlan) -> dict[str, Any]:
     attempts = {command.command_id: command.attempt for command in plan.resent}
     ends = {end.command_id: end for end in plan.ends}
+    held = {command.command_id for command in plan.held}
     ids = [*ends, *(command_id for command_id in plan.in_flight if command_id not in ends)]
     return {
         "command_ids": ids,
@@ -267,6 +268,7 @@ def _command_arguments(plan: HelloPlan) -> dict[str, Any]:
         "end_states": [int(ends[i].state) if i in ends else None for i in ids],
         "end_reasons": [ends[i].reason if i in ends else None for i in ids],
         "end_messages": [ends[i].message if i in ends else None for i in ids],
+        "held_back": [command_id in held for command_id in ids],
     }
 
 

@@ -22,7 +22,7 @@ class Profile:
     daemon_version: str
     proto_min: int = PROTOCOL_VERSION.min
     proto_max: int = PROTOCOL_VERSION.max
-    capabilities: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ("reboot",)
     lacks_kinds: frozenset[str] = frozenset()
     """Answered UNSUPPORTED."""
     lacks_sections: frozenset[str] = frozenset()

@@ -139,3 +139,22 @@ async def test_a_cancel_says_what_it_met(clients: Clients, context: ApiContext, 
     assert (again["outcome"], again["state"]) == ("too-late", "cancelled")
     unknown = await clients["operator"].post("/v1/commands/none/cancel", json={})
     assert (unknown.status_code, unknown.json()["reason"]) == (404, "not-found")
+
+
+async def test_why_and_abandon(clients: Clients, context: ApiContext, two_nodes) -> None:
+    made = (await clients["operator"].post("/v1/commands", json={"kind": "inventory.refresh", "nodes": ["n1"]})).json()
+    path = f"/v1/commands/{made['commands'][0]['id']}"
+    why = (await clients["viewer"].get(f"{path}/why")).json()
+    assert [reason["code"] for reason in why["reasons"]] == ["no-session"]
+    assert (await clients["operator"].post(f"{path}/abandon", json={"reason": "gone"})).status_code == 403
+    assert (await clients["admin"].post(f"{path}/abandon", json={})).status_code == 422
+    pending = await clients["admin"].post(f"{path}/abandon", json={"reason": "gone"})
+    assert (pending.status_code, "cancel it instead" in pending.json()["detail"]) == (409, True)
+    await context.database.query(
+        "UPDATE commands SET state = 2, session_id = 's', session_epoch = 1, attempt = 1, dispatched_at = compute_now()"
+    )
+    answer = await clients["admin"].post(f"{path}/abandon", json={"reason": "gone"})
+    assert answer.json() == {"id": made["commands"][0]["id"], "state": "failed", "reason": "abandoned"}
+    [act] = await audit.list_page(context.database, page_size=1, action="command.abandon")
+    assert (act.actor, act.why) == ("a-admin", "gone")
+    assert (await clients["admin"].get("/v1/commands/none/why")).status_code == 404

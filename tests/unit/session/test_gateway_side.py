@@ -19,6 +19,7 @@ from bettercompute.delivery.facts import (
     StatusFact,
 )
 from bettercompute.protocol import messages
+from bettercompute.protocol.kinds import KINDS
 from bettercompute.protocol.statuses import Status
 from bettercompute.session import gateway_side, hello, inputs
 from bettercompute.session.effects import (
@@ -499,7 +500,8 @@ def test_no_more_is_asked_for_than_credits_allow() -> None:
 def test_demands_carry_the_fence_and_the_restrictions() -> None:
     wanted = demand(session())
     assert (wanted.node_id, wanted.session_id, wanted.epoch, wanted.boot_id) == (NODE_ID, "s-1", 1, "b")
-    assert wanted.kinds is None
+    assert wanted.kinds == frozenset(KINDS) - {"node.reboot"}, "its daemon does not advertise that it may reboot"
+    assert demand(session(lacking=frozenset())).kinds is None
     upgrade = frozenset({"daemon.upgrade"})
     assert demand(session(upgrade_only=True)).kinds == upgrade
     assert demand(session(upgrade_only=True, allowed_kinds=frozenset({"diag.nvml"}))).kinds == frozenset()

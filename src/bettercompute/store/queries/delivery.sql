@@ -23,7 +23,7 @@ WITH said AS MATERIALIZED (
     finished_at = CASE WHEN said.state >= 5 THEN compute_now() END,
     reason = said.reason, message = said.message, result = said.result, update_signature = said.signature,
     unauthenticated = said.unauthenticated, progress = coalesce(said.progress, c.progress),
-    started_at = coalesce(at_ms(said.started_at_ms), c.started_at)
+    started_at = coalesce(at_ms(said.started_at_ms), c.started_at), held_back = false
   FROM held, said
   WHERE c.id = held.id AND said.id = held.id AND said.node_id = c.node_id AND held.state < 5
     AND (said.state > held.state OR (said.state = held.state AND said.progress IS NOT NULL))
@@ -199,7 +199,7 @@ WITH asked AS MATERIALIZED (
 )
 UPDATE commands c
 SET state = greatest(c.state, 2), session_id = locked.session_id, session_epoch = locked.session_epoch,
-  attempt = c.attempt + 1, sent_boot_id = locked.boot_id, dispatched_at = compute_now()
+  attempt = c.attempt + 1, sent_boot_id = locked.boot_id, dispatched_at = compute_now(), held_back = false
 FROM locked
 WHERE c.id = locked.id AND locked.cancel_requested_at IS NULL
   AND (locked.state = 1 OR (locked.state IN (2, 3, 4) AND locked.in_session))
@@ -240,7 +240,7 @@ WITH said AS MATERIALIZED (
   SET state = CASE WHEN c.cancel_requested_at IS NOT NULL THEN 7 WHEN locked.state = 2 THEN 1 ELSE locked.state END,
     session_id = CASE WHEN locked.state = 2 THEN NULL ELSE c.session_id END,
     session_epoch = CASE WHEN locked.state = 2 THEN NULL ELSE c.session_epoch END,
-    busy_count = c.busy_count + 1,
+    busy_count = c.busy_count + 1, held_back = c.cancel_requested_at IS NULL AND locked.state > 2,
     not_before = CASE WHEN locked.state = 2 THEN compute_now() + ms(locked.back_off_ms) ELSE c.not_before END,
     reason = CASE WHEN c.cancel_requested_at IS NULL THEN c.reason ELSE 'cancelled' END,
     message = CASE WHEN c.cancel_requested_at IS NULL THEN c.message ELSE 'cancelled before the node accepted it' END,

@@ -78,7 +78,7 @@ WITH taken AS (
 ), planned AS MATERIALIZED (
   SELECT u.*
   FROM unnest(:command_ids::text[], :attempts::int[], :end_states::smallint[], :end_reasons::text[],
-    :end_messages::text[]) AS u (id, attempt, end_state, end_reason, end_message)
+    :end_messages::text[], :held_back::boolean[]) AS u (id, attempt, end_state, end_reason, end_message, held_back)
 ), locked AS MATERIALIZED (
   SELECT c.id FROM commands c, taken
   WHERE c.id IN (SELECT id FROM planned) AND c.node_id = taken.node_id AND c.state IN (2, 3, 4)
@@ -92,7 +92,7 @@ WITH taken AS (
     sent_boot_id = CASE WHEN p.attempt IS NULL THEN c.sent_boot_id ELSE :boot_id END,
     dispatched_at = CASE WHEN p.attempt IS NULL THEN c.dispatched_at ELSE compute_now() END,
     state = coalesce(p.end_state, c.state), reason = coalesce(p.end_reason, c.reason),
-    message = coalesce(p.end_message, c.message),
+    message = coalesce(p.end_message, c.message), held_back = p.held_back,
     finished_at = CASE WHEN p.end_state IS NULL THEN NULL ELSE compute_now() END
   FROM locked, planned p
   WHERE c.id = locked.id AND p.id = c.id
@@ -239,8 +239,8 @@ SELECT (SELECT holds_lease(:gateway_id, :lease_token)) AS lease_held, ARRAY (SEL
 SELECT n.node_id, n.spec_generation, n.spec_body, n.spec_signature, p.patch_base, p.patch_body, p.patch_signature
 FROM unnest(:node_ids::text[], :generations::bigint[]) AS u (node_id, generation)
 JOIN nodes n ON n.node_id = u.node_id
-WHERE n.spec_generation > u.generation;
 LEFT JOIN node_specs p ON p.node_id = n.node_id AND p.generation = n.spec_generation
+WHERE n.spec_generation > u.generation;
 
 -- name: sessions.recently_published_specs
 -- other: the poll behind the notification of a newer spec

@@ -1,0 +1,41 @@
+-- Why a command waits, and its end by an administrator's word.
+
+-- name: waiting.facts
+-- other: read; what dispatch asks of one command, at one moment
+SELECT c.id AS command_id, c.kind, c.lane::int AS lane, c.state::int AS state, c.signature IS NOT NULL AS signed, c.held_back,
+  c.busy_count, c.cancel_requested_at IS NOT NULL AS cancel_requested, to_ms(c.not_before) AS not_before_ms,
+  to_ms(c.not_after) AS not_after_ms, to_ms(compute_now()) AS now_ms, c.node_id,
+  coalesce(n.state, 'forgotten') AS node_state, coalesce(n.state_reason, '') AS node_state_reason, n.quarantine_reason,
+  s.gateway_id, coalesce(l.retired_at IS NULL AND l.expires_at > compute_now(), false) AS gateway_live,
+  coalesce(l.draining OR l.drain_requested_at IS NOT NULL, false) AS gateway_draining,
+  coalesce(s.upgrade_only, false) AS upgrade_only, coalesce(s.signed_only, false) AS signed_only,
+  coalesce(s.capabilities, '{}') AS capabilities, p.allowed_kinds,
+  ARRAY (
+    SELECT ROW (h.id, h.kind, h.state::int) FROM commands h
+    WHERE h.node_id = c.node_id AND h.state IN (2, 3, 4) AND h.lane = c.lane AND NOT h.held_back AND h.id <> c.id
+    ORDER BY h.seq LIMIT :holders_max) AS holders,
+  (SELECT count(*) FROM (
+     SELECT FROM commands b WHERE b.node_id = c.node_id AND b.lane = c.lane AND b.state = 1 AND b.seq < c.seq
+     LIMIT :ahead_max) before) AS ahead
+FROM commands c
+LEFT JOIN nodes n ON n.node_id = c.node_id
+LEFT JOIN node_sessions s ON s.node_id = c.node_id
+LEFT JOIN node_certs p ON p.serial = s.cert_serial
+LEFT JOIN leases l ON l.name = s.gateway_id
+WHERE c.id = :command_id;
+
+-- name: waiting.abandon
+-- other: an administrator's word ends what is in flight, whatever the node does with it
+WITH locked AS (
+  SELECT id FROM commands WHERE id = :command_id AND state IN (2, 3, 4) ORDER BY id FOR NO KEY UPDATE),
+abandoned AS (
+  UPDATE commands c
+  SET state = 6, reason = :reason, message = :message, finished_at = compute_now(), held_back = false
+  FROM locked WHERE c.id = locked.id
+  RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id),
+told AS (
+  INSERT INTO outbox (id, type, node_id, payload)
+  SELECT :outbox_id, :event_type, node_id,
+    jsonb_build_object('commandId', id, 'kind', kind, 'state', state, 'reason', reason, 'batchId', batch_id)
+  FROM abandoned)
+SELECT id FROM abandoned;

@@ -1,0 +1,103 @@
+"""What `commands why` says is what the real dispatcher does."""
+
+from __future__ import annotations
+
+from bettercompute.delivery.commands import CommandState
+from bettercompute.delivery.waiting import Wait, decide
+from bettercompute.protocol import messages
+from bettercompute.store import waiting
+from tests.contract.gateway import seed
+
+
+async def reasons(rig, command_id: str) -> list[Wait]:
+    facts = await waiting.facts(rig.database, command_id=command_id)
+    assert facts is not None
+    return [reason.wait for reason in decide(facts)]
+
+
+async def test_without_a_session_and_then_on_the_node(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "c1")
+    assert await reasons(rig, "c1") == [Wait.NO_SESSION]
+    daemon = await rig.connect(node)
+    await daemon.command()
+    assert await reasons(rig, "c1") == [Wait.NODE]
+    assert await waiting.facts(rig.database, command_id="nobody") is None
+
+
+async def test_what_a_session_may_not_be_sent_stays_and_says_why(rig):
+    node = await rig.add_node("node-a")
+    await rig.database.query("UPDATE node_certs SET allowed_kinds = '{inventory.refresh,node.reboot}'")
+    await seed.add_command(rig.database, "node-a", "foreign", kind="logs.collect", lane=messages.LANE_BULK)
+    await seed.add_command(rig.database, "node-a", "reboot", kind="node.reboot")
+    await seed.add_command(rig.database, "node-a", "later", not_before_s=600)
+    await seed.add_command(rig.database, "node-a", "now")
+    daemon = await rig.connect(node)
+    assert (await daemon.command()).command_id == "now"
+    assert await reasons(rig, "foreign") == [Wait.KIND_NOT_ALLOWED]
+    assert await reasons(rig, "reboot") == [Wait.CAPABILITY_MISSING]
+    assert await reasons(rig, "later") == [Wait.NOT_BEFORE]
+
+
+async def test_a_capability_lets_its_kind_through(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "reboot", kind="node.reboot")
+    daemon = await rig.connect(node, capabilities=["reboot"])
+    assert (await daemon.command()).command_id == "reboot"
+
+
+async def test_without_credits_the_holders_are_named(rig):
+    node = await rig.add_node("node-a")
+    for number in range(9):
+        await seed.add_command(rig.database, "node-a", f"c{number}")
+    daemon = await rig.connect(node)
+    for _ in range(8):
+        await daemon.command()
+    facts = await waiting.facts(rig.database, command_id="c8")
+    assert facts is not None
+    assert [holder.command_id for holder in facts.holders] == [f"c{number}" for number in range(8)]
+    assert await reasons(rig, "c8") == [Wait.NO_CREDIT]
+
+
+async def test_what_a_resume_holds_back_says_so(rig):
+    node = await rig.add_node("node-a")
+    for number in range(3):
+        await seed.add_command(rig.database, "node-a", f"c{number}", lane=messages.LANE_BULK, kind="logs.collect")
+    daemon = await rig.connect(node)
+    for _ in range(2):
+        await daemon.command()
+    daemon.connection.close()
+    await rig.until_row("node-a", state="disconnected")
+    await rig.database.query(
+        "UPDATE commands SET state = 2, attempt = 1, session_id = s.session_id, session_epoch = s.session_epoch,"
+        " dispatched_at = compute_now() FROM node_sessions s WHERE id = 'c2'"
+    )
+    again = await rig.connect(node)
+    for _ in range(2):
+        await again.command()
+    assert await reasons(rig, "c2") == [Wait.HELD_BACK, Wait.NO_CREDIT]
+    again.update("c0", messages.COMMAND_STATE_SUCCEEDED, attempt=2)
+    assert (await again.command()).command_id == "c2"
+    await rig.until_state("c0", CommandState.SUCCEEDED)
+    assert await reasons(rig, "c2") == [Wait.NODE]
+
+
+async def test_what_is_abandoned_has_failed_and_is_published(rig):
+    node = await rig.add_node("node-a")
+    await seed.add_command(rig.database, "node-a", "c1")
+    daemon = await rig.connect(node)
+    await daemon.command()
+    for abandoned in (True, False):
+        async with rig.database.transaction() as transaction:
+            assert abandoned == await waiting.abandon(
+                transaction,
+                command_id="c1",
+                abandoned_by="root",
+                why="burnt",
+                outbox_id="o1",
+                event_type="command.finished",
+            )
+    [row] = await rig.database.query("SELECT state, reason, message FROM commands")
+    assert (row["state"], row["reason"]) == (CommandState.FAILED, "abandoned")
+    assert "abandoned by root: burnt" in row["message"]
+    assert len(await rig.database.query("SELECT FROM outbox WHERE id = 'o1'")) == 1
