@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bettercompute.daemon import upload
 from bettercompute.daemon.config import Config
-from bettercompute.daemon.handlers import HandlerFailed, logs_collect
+from bettercompute.daemon.handlers import HandlerFailed, _upload, logs_collect
 from bettercompute.daemon.handlers.logs_collect import LogsCollect
 from bettercompute.daemon.log_sources import LogsSettings
 from bettercompute.delivery.commands import CommandState
@@ -221,13 +220,13 @@ async def test_what_cannot_be_meant_is_refused(place: Place, fields: dict[str, o
 )
 async def test_where_an_upload_may_not_go(url: str, headers: list[tuple[str, str]], words: str) -> None:
     with pytest.raises(HandlerFailed, match=words) as caught:
-        await upload.judge(url, headers, settings=LogsSettings())
+        await _upload.judge(url, headers, settings=LogsSettings())
     assert caught.value.reason == "upload-not-allowed"
 
 
 async def test_where_an_upload_goes() -> None:
-    target = await upload.judge("https://10.0.0.1/a?b=c%20d", [("X-A", "")], settings=LogsSettings())
+    target = await _upload.judge("https://10.0.0.1/a?b=c%20d", [("X-A", "")], settings=LogsSettings())
     assert (target.address, target.port, target.path) == ("10.0.0.1", 443, "/a?b=c%20d")
     assert dict(target.headers) == {"x-a": ""}
-    plain = await upload.judge("http://10.0.0.1:81", [], settings=LogsSettings(allow_http=True))
+    plain = await _upload.judge("http://10.0.0.1:81", [], settings=LogsSettings(allow_http=True))
     assert (plain.port, plain.path, plain.authority) == (81, "/", "10.0.0.1:81")

@@ -177,6 +177,8 @@ class Handler(Protocol):
 def _registry() -> Mapping[str, Handler]:
     found: dict[str, Handler] = {}
     for module_info in pkgutil.iter_modules(__path__):
+        if module_info.name.startswith("_"):  # what several handlers share
+            continue
         handler: Handler = importlib.import_module(f"{__name__}.{module_info.name}").HANDLER
         if handler.kind.replace(".", "_") != module_info.name:
             raise Bug(f"handlers/{module_info.name}.py exports a handler of kind {handler.kind!r}")

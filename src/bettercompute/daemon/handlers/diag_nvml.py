@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bettercompute.daemon.handlers import Handler, HandlerContext
+from bettercompute.daemon.handlers._nvml import LoadNvml, handle_of, load_live, opened, processes_of
 from bettercompute.daemon.inventory.gpus import MAX_GPUS, NVML, kernel_address, nvml_reason
-from bettercompute.daemon.nvml import LoadNvml, handle_of, load_live, opened, processes_of
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, encode_result
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from bettercompute.daemon.handlers import Handler, HandlerCancelled, HandlerContext, HandlerFailed
-from bettercompute.daemon.nvml import LoadNvml, handle_of, load_live, opened, processes_of
+from bettercompute.daemon.handlers._nvml import LoadNvml, handle_of, load_live, opened, processes_of
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, encode_result
 

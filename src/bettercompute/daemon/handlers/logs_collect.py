@@ -1,7 +1,7 @@
 """`logs.collect`: the system's journal or files, filtered and compressed into a spool, then one PUT of it.
 
 A presigned PUT needs its length beforehand, so the logs are spooled first, into files without a name: nothing of them
-is left when the daemon dies. What may be read is `log_sources`, what may be reached is `upload`.
+is left when the daemon dies. What may be read is `log_sources`, what may be reached is `_upload`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from typing import BinaryIO
 
-from bettercompute.daemon import log_sources, upload
-from bettercompute.daemon.handlers import Handler, HandlerCancelled, HandlerContext, HandlerFailed
+from bettercompute.daemon import log_sources
+from bettercompute.daemon.handlers import Handler, HandlerCancelled, HandlerContext, HandlerFailed, _upload
 from bettercompute.daemon.inventory.host import Unreadable
 from bettercompute.daemon.log_sources import Packing
 from bettercompute.protocol import messages
@@ -39,7 +39,7 @@ class LogsCollect:
         assert isinstance(payload, messages.LogsCollectPayload), "the kind table names the payload"
         _check(payload)
         headers = [(header.name, header.value) for header in payload.upload_headers]
-        target = await upload.judge(payload.upload_url, headers, settings=settings)
+        target = await _upload.judge(payload.upload_url, headers, settings=settings)
         limit_bytes = min(payload.size_max_bytes or settings.size_max_bytes, settings.size_max_bytes)
         result = messages.LogsCollectResult()
         try:
@@ -59,7 +59,7 @@ class LogsCollect:
                 size_bytes = await asyncio.to_thread(packing.finish)
                 result.sha256 = await asyncio.to_thread(log_sources.sha256_of, spool)
                 body = _told(context, spool, size_bytes)
-                sending = upload.put(target, body, size_bytes=size_bytes, settings=settings)
+                sending = _upload.put(target, body, size_bytes=size_bytes, settings=settings)
                 result.http_status = await _unless_cancelled(context, sending)
         except OSError as error:
             raise HandlerFailed("spool-failed", f"{context.state_dir} cannot hold the logs: {error.strerror}") from None
