@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,12 +35,20 @@ JOURNAL_RETRY_S = 10.0
 class Agent:
     """A node's whole life in this process. `stop` may be set at any time."""
 
-    def __init__(self, parts: NodeParts, *, config_path: Path, adopt: bool = False) -> None:
+    def __init__(
+        self,
+        parts: NodeParts,
+        *,
+        config_path: Path,
+        adopt: bool = False,
+        open_journal: Callable[..., Awaitable[Journal]] = Journal.open,
+    ) -> None:
         self.stop = asyncio.Event()
         self.round: NodeRound | None = None
         self._parts = parts
         self._config_path = config_path
         self._adopt = adopt
+        self._open = open_journal
 
     async def run(self) -> None:
         """Run until told to stop; raise what only a person can cure."""
@@ -109,7 +117,7 @@ class Agent:
         """Open the journal, waiting while its disk is full or read-only; None when told to stop meanwhile."""
         while not self.stop.is_set():
             try:
-                return await Journal.open(self._parts.config.value.state_dir, world=self._parts.world)
+                return await self._open(self._parts.config.value.state_dir, world=self._parts.world)
             except Unavailable as error:
                 if error.reason == FolderLock.HELD:
                     raise

@@ -99,7 +99,9 @@ class Journal:
         self._gate = threading.Lock()
         self._ended = False
         self._opened: asyncio.Future[JournalContents] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
         self._lock: FolderLock | None = None
 
     @classmethod
@@ -110,17 +112,21 @@ class Journal:
         world: World,
         limits: JournalLimits = LIMITS,
         database: Callable[..., JournalDatabase] = JournalDatabase,
+        in_thread: bool = True,
     ) -> Journal:
-        """Lock `folder` and open its journal; raise `Refused` or `Unavailable` where that cannot be."""
+        """Lock `folder` and open its journal; raise `Refused` or `Unavailable` where that cannot be.
+
+        `in_thread` is False only where there are no threads: on virtual time.
+        """
         prepare_folder(folder)
         lock = FolderLock.take(folder)
         journal = cls(folder, world=world, database=database(folder, limits=limits))
         journal._lock = lock
-        journal._thread.start()
+        journal._start(in_thread=in_thread)
         try:
             journal.contents = await journal._opened
         except BaseException:
-            journal._queue.put(None)
+            journal._put(None)
             lock.release()
             raise
         return journal
@@ -156,8 +162,11 @@ class Journal:
 
     async def close(self) -> None:
         """End the thread after what is queued, close the files, give up the lock."""
-        self._queue.put(None)
-        await asyncio.to_thread(self._thread.join)
+        self._put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        if self._task is not None:
+            await self._task
         if self._lock is not None:
             self._lock.release()
 
@@ -170,7 +179,28 @@ class Journal:
         with self._gate:
             if self._ended:
                 raise self._closed_error()
-            self._queue.put(item)
+            self._put(item)
+
+    def _put(self, item: _Item) -> None:
+        self._queue.put(item)
+        self._woken.set()
+
+    def _start(self, *, in_thread: bool) -> None:
+        if in_thread:
+            self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+            self._thread.start()
+        else:
+            self._task = asyncio.create_task(self._run_in_turns(), name="journal")
+
+    async def _run_in_turns(self) -> None:
+        """Do the thread's work in turns of the loop."""
+        going_on = self._begin()
+        while going_on:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if self._accepting else RECOVERY_INTERVAL_S):
+                    await self._woken.wait()
+            self._woken.clear()
+            going_on = await asyncio.to_thread(self._turn, block=False)
 
     def _closed_error(self) -> Exception:
         return (
@@ -180,6 +210,12 @@ class Journal:
     # From here on: the journal's thread.
 
     def _run(self) -> None:
+        going_on = self._begin()
+        while going_on:
+            going_on = self._turn(block=True)
+
+    def _begin(self) -> bool:
+        """Open the database and tell its contents; return whether there is one."""
         try:
             contents = self._database.open(
                 new_journal_id=self._world.ids.uuid7,
@@ -189,27 +225,32 @@ class Journal:
             self._ballast.take()
         except Exception as error:  # noqa: BLE001 - told to whoever opens the journal
             self._settle(self._opened, error=error)
-            return
+            return False
         self._settle(self._opened, contents)
-        ended = False
-        while not ended and not self.damage:
-            submissions, reads, ended = self._gather()
-            if not self._accepting and self._world.clock.monotonic_ms() >= self._recover_at_ms:
-                self._recover()
-            admitted = self._admitted(submissions)
-            if admitted:
-                group, self._waiting = self._waiting + admitted, []
-                self._commit(group)
-            for read in reads:
-                self._answer(read)
-        self._end()
+        return True
 
-    def _gather(self) -> tuple[list[_Submission], list[_Read], bool]:
+    def _turn(self, *, block: bool) -> bool:
+        """Commit one group and answer the reads behind it; return whether there is more to come."""
+        submissions, reads, ended = self._gather(block=block)
+        if not self._accepting and self._world.clock.monotonic_ms() >= self._recover_at_ms:
+            self._recover()
+        admitted = self._admitted(submissions)
+        if admitted:
+            group, self._waiting = self._waiting + admitted, []
+            self._commit(group)
+        for read in reads:
+            self._answer(read)
+        if not ended and not self.damage:
+            return True
+        self._end()
+        return False
+
+    def _gather(self, *, block: bool) -> tuple[list[_Submission], list[_Read], bool]:
         submissions: list[_Submission] = []
         reads: list[_Read] = []
         size_bytes = 0
         try:
-            item = self._queue.get(timeout=None if self._accepting else RECOVERY_INTERVAL_S)
+            item = self._queue.get(block=block, timeout=None if self._accepting else RECOVERY_INTERVAL_S)
             while item is not None:
                 if isinstance(item, _Read):
                     reads.append(item)
