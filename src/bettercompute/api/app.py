@@ -6,7 +6,7 @@ from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import bettercompute
-from bettercompute.api import commands, gateways, nodes, problems, specs, tokens, waiting
+from bettercompute.api import commands, events, gateways, nodes, problems, specs, tokens, waiting
 from bettercompute.api.auth import Principal, authenticate
 from bettercompute.api.bounds import Bounds
 from bettercompute.api.context import ApiContext, Context
@@ -50,6 +50,15 @@ def create_app(context: ApiContext) -> FastAPI:
 
     app.add_middleware(Bounds, admit=admit)
     problems.install(app)
-    for part in (router, nodes.router, specs.router, waiting.router, commands.router, tokens.router, gateways.router):
+    for part in (
+        router,
+        nodes.router,
+        specs.router,
+        waiting.router,
+        events.router,
+        commands.router,
+        tokens.router,
+        gateways.router,
+    ):
         app.include_router(part)
     return app

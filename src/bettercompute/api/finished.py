@@ -1,9 +1,10 @@
-"""Waiting for commands to end: one LISTEN for all requests, and polling behind it, because NOTIFY is a hint."""
+"""Waiting for commands to end, or for events: one LISTEN for all requests, and polling behind it: NOTIFY is a hint."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 
 import structlog
 
@@ -19,11 +20,13 @@ _log = structlog.get_logger(__name__)
 
 
 class FinishedFeed:
-    """Wakes whoever waits when commands have ended."""
+    """Wakes whoever waits when commands have ended, or events have got their positions."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
-        self._hint = asyncio.Event()
+        self._hints = {channel: asyncio.Event() for channel in (channels.FINISHED, channels.STREAM)}
+        self.subscribers = 0
+        """Who follows the events; counted by them."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -37,22 +40,23 @@ class FinishedFeed:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def wait(self, *, timeout_s: float) -> None:
-        """Return at the next hint, or after `timeout_s` or a poll period, whichever comes first."""
+    async def wait(self, *, timeout_s: float, channel: str = channels.FINISHED) -> None:
+        """Return at the channel's next hint, or after `timeout_s` or a poll period, whichever comes first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(timeout_s, POLL_S))):
-                await self._hint.wait()
+                await self._hints[channel].wait()
 
-    def _wake(self, _: str) -> None:
-        self._hint.set()
-        self._hint = asyncio.Event()
+    def _wake(self, channel: str, _: str) -> None:
+        self._hints[channel].set()
+        self._hints[channel] = asyncio.Event()
 
     async def _listen(self) -> None:
         while True:
             try:
                 connection = await DedicatedConnection.open(self._dsn, application_name="better-compute api listen")
                 try:
-                    await connection.listen(channels.FINISHED, self._wake)
+                    for channel in self._hints:
+                        await connection.listen(channel, partial(self._wake, channel))
                     await connection.lost.wait()
                 finally:
                     await connection.close()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import bettercompute
-from bettercompute.cli import commands, database, gateways, nodes, pki, spec, tokens
+from bettercompute.cli import commands, database, events, gateways, nodes, pki, spec, tokens
 from bettercompute.cli.dev import dev
 from bettercompute.cli.serve import serve
 
@@ -18,6 +18,7 @@ app = typer.Typer(
     help="The control plane of a fleet: run it, join nodes, run commands on them.",
 )
 app.command("run")(commands.run)
+app.command("events")(events.events)
 app.add_typer(nodes.app, name="nodes")
 app.add_typer(commands.app, name="commands")
 app.add_typer(spec.app, name="spec")

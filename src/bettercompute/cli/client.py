@@ -6,6 +6,8 @@ same file (`better-compute/profile.toml` under the XDG configuration folder, key
 
 from __future__ import annotations
 
+import json
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +22,7 @@ from bettercompute.system import environment
 
 REQUEST_TIMEOUT_S = 30.0
 PAGE_ROWS = 500
+RESUME_S = 1.0
 
 _HTTP_STATUS = {
     400: Status.INVALID_ARGUMENT,
@@ -106,6 +109,33 @@ class ApiClient:
             after = page.get("next")
             if after is None:
                 return
+
+    def server_sent(self, path: str, **query: str | int | None) -> Iterator[tuple[str, Any]]:
+        """Yield the name and data of server-sent events, and go on after the last one when the connection ends."""
+        params = {name: value for name, value in query.items() if value is not None}
+        headers = {"accept": "text/event-stream"}
+        while True:
+            try:
+                with self._http.stream("GET", path, params=params, headers=headers) as answer:
+                    if not answer.is_success:
+                        answer.read()
+                        raise _problem(answer)
+                    name = data = ""
+                    for line in answer.iter_lines():
+                        field, _, value = line.partition(": ")
+                        if field == "id":
+                            headers["last-event-id"] = value
+                        elif field == "event":
+                            name = value
+                        elif field == "data":
+                            data = value
+                        elif not line and data:
+                            yield name, json.loads(data)
+                            name = data = ""
+            except httpx.HTTPError as error:
+                if "last-event-id" not in headers:
+                    raise Unavailable(f"the API at {self.address} did not answer: {error}") from None
+                time.sleep(RESUME_S)
 
     def _request(self, method: str, path: str, **options: Any) -> Any:
         try:

@@ -1,0 +1,91 @@
+"""Events as pages and as a stream that resumes from any position."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+
+import httpx
+
+from bettercompute.api import events
+from bettercompute.api.context import ApiContext
+from bettercompute.store import outbox
+from bettercompute.store.outbox import NewEvent
+
+Clients = Mapping[str, httpx.AsyncClient]
+
+
+def event(name: str, node_id: str | None = "n1") -> NewEvent:
+    return NewEvent(id=name, type="node.joined", node_id=node_id, payload={"name": name})
+
+
+async def publish(context: ApiContext, *published: NewEvent) -> None:
+    async with context.database.transaction() as transaction:
+        await outbox.publish(transaction, published)
+    await outbox.assign_positions(context.database)
+
+
+def names(text: str) -> list[str]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line)["id"] for line in lines]
+
+
+async def test_pages_go_on_by_position(clients: Clients, context: ApiContext) -> None:
+    await publish(context, event("a"), event("b", "n2"), event("c"))
+    first = (await clients["viewer"].get("/v1/events", params={"limit": 2})).json()
+    assert ([item["id"] for item in first["items"]], first["next"], first["last_position"]) == (["a", "b"], 2, 3)
+    rest = (await clients["viewer"].get("/v1/events", params={"after": 2})).json()
+    assert ([item["id"] for item in rest["items"]], rest["next"]) == (["c"], None)
+    of_node = (await clients["viewer"].get("/v1/events", params={"node_id": "n2"})).json()
+    assert [item["id"] for item in of_node["items"]] == ["b"]
+    assert (await clients["nobody"].get("/v1/events")).status_code == 401
+    assert (await clients["viewer"].get("/v1/events", params={"after": -1})).status_code == 400
+
+
+async def test_what_commits_late_is_read_by_who_has_read_the_later_one(context: ApiContext) -> None:
+    stream = events.follow(context, after=0)
+    async with context.database.transaction() as early:
+        await outbox.publish(early, [event("0-drawn-first")])
+        await publish(context, event("1-committed-first"))
+        assert names(await asyncio.wait_for(anext(stream), 10)) == ["1-committed-first"]
+    await stream.aclose()
+    await outbox.assign_positions(context.database)
+    resumed = events.follow(context, after=1)
+    assert names(await asyncio.wait_for(anext(resumed), 10)) == ["0-drawn-first"]
+    waiting = asyncio.create_task(anext(resumed))
+    await publish(context, event("2-while-waiting"))
+    assert names(await asyncio.wait_for(waiting, 10)) == ["2-while-waiting"]
+    await resumed.aclose()
+    assert context.finished.subscribers == 0
+
+
+async def test_what_retention_removed_is_a_gap_that_is_told(context: ApiContext) -> None:
+    await publish(context, event("a"), event("b"), event("c"))
+    await context.database.query("DELETE FROM outbox WHERE position < 3")
+    stream = events.follow(context, after=0)
+    gap = await asyncio.wait_for(anext(stream), 10)
+    assert gap == 'id: 2\nevent: gap\ndata: {"after":0,"first_position":3}\n\n'
+    assert names(await asyncio.wait_for(anext(stream), 10)) == ["c"]
+    await stream.aclose()
+
+
+async def test_a_reader_who_takes_nothing_is_dropped(context: ApiContext, monkeypatch) -> None:
+    monkeypatch.setattr(events, "SEND_S", 0.01)
+    await publish(context, event("a"))
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message)
+        if message.get("more_body"):
+            await asyncio.Event().wait()
+
+    await asyncio.wait_for(events.EventStream(events.follow(context, after=0)).stream_response(send), 10)
+    assert [message.get("more_body") for message in sent] == [None, True]
+    assert context.finished.subscribers == 0
+
+
+async def test_subscribers_are_bounded(clients: Clients, context: ApiContext) -> None:
+    context.finished.subscribers = events.SUBSCRIBERS_MAX
+    answer = await clients["viewer"].get("/v1/events", headers={"accept": "text/event-stream"})
+    assert (answer.status_code, answer.json()["reason"]) == (503, "overloaded")
