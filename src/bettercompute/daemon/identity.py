@@ -36,6 +36,7 @@ from bettercompute.pki.identity_file import (
     damaged,
 )
 from bettercompute.pki.keyfiles import Disk, LocalDisk
+from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet
 from bettercompute.pki.trust import Trust
 from bettercompute.protocol.statuses import Reason, refuse
 
@@ -185,7 +186,7 @@ class IdentityStore:
             if record is None:
                 raise damaged(str(folder / IDENTITY_FILE), "there is no such file: was it made by `nodes provision`?")
             found = _read_identity(self._disk, folder, record)
-            carried = _carry_marks(record, found.node, self._load_or_none())
+            carried = _carry_marks(record, found.node, self._load_or_none(), found.trust)
             identity = replace(found, record=replace(carried, machine_id=machine.machine_id, dmi_uuid=machine.dmi_uuid))
             self._place(identity, serving_ca_pem=self._disk.read(folder / SERVING_CA_FILE))
             return identity
@@ -218,10 +219,15 @@ class IdentityStore:
             self._write_record(adopted, held=held)
             return adopted
 
-    def replace_trust(self, newer: Trust) -> None:
-        """Keep a bundle that `trust.accept` took."""
+    def replace_trust(self, newer: Trust, approvers: ApproverSet) -> None:
+        """Keep a bundle that `trust.accept` took, and the approver set that `trust.enforced_approvers` made of it.
+
+        The set first: a bundle that is on disk without it would not be offered again.
+        """
         with self._lock:
-            serial = self._required().record.certificate_serial
+            held = self._required().record
+            self._write_record(replace(held, approvers=approvers), held=held)
+            serial = held.certificate_serial
             keyfiles.replace_file(self._disk, self._folder / serial / TRUST_FILE, newer.signed)
 
     def _load(self) -> Identity | None:
@@ -302,13 +308,16 @@ def _identity(key: ec.EllipticCurvePrivateKey, issued: Issued, *, held: Identity
         machine_id=machine.machine_id,
         dmi_uuid=machine.dmi_uuid,
     )
-    carried = _carry_marks(record, node, held)
+    carried = _carry_marks(record, node, held, issued.trust)
     return Identity(record=carried, node=node, key=key, chain_der=issued.chain_der, trust=issued.trust)
 
 
-def _carry_marks(record: IdentityRecord, node: NodeIdentity, held: Identity | None) -> IdentityRecord:
+def _carry_marks(record: IdentityRecord, node: NodeIdentity, held: Identity | None, newest: Trust) -> IdentityRecord:
     """Keep the marks of the identity before it when it is the same node's: not even a re-join takes them back."""
-    if held is None or held.node.spiffe_id != node.spiffe_id:
+    same_node = held is not None and held.node.spiffe_id == node.spiffe_id
+    approvers, _ = trust.enforced_approvers(held.record.approvers if held and same_node else NO_APPROVERS, newest)
+    record = replace(record, approvers=approvers)
+    if held is None or not same_node:
         return record
     return replace(
         record,

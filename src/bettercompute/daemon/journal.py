@@ -330,6 +330,8 @@ class JournalDatabase:
                 self._insert("processes", (mark.process_group, mark.command_id, mark.start_ticks, mark.boot_id))
             case records.DropProcess(process_group):
                 self._delete("processes", process_group)
+            case effects.CountUnbatched(unbatched):
+                self._apply_one(records.PutDocument(records.UNBATCHED_DOCUMENT, records.unbatched_body(unbatched)))
             case records.PutDocument(name, body):
                 self._delete("documents", name)
                 if body:

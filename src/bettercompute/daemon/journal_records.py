@@ -7,6 +7,7 @@ docs/delivery.md, "The journal"; decisions 0104, 0105 and 0115.
 
 from __future__ import annotations
 
+import json
 import zlib
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.journal_rules import JOURNAL_BYTES_MAX, JournalEntry
+from bettercompute.pki.quorum import Unbatched
 from bettercompute.session.effects import AcceptCommand, FinishCommand, JournalWrite
 
 Value: TypeAlias = int | str | bytes
@@ -211,6 +213,22 @@ class PutDocument:
 
     name: str
     body: bytes
+
+
+UNBATCHED_DOCUMENT = "unbatched"
+
+
+def unbatched_body(unbatched: Unbatched) -> bytes:
+    """Return the count of destructive commands without an approval as a document."""
+    return json.dumps({"boot_id": unbatched.boot_id, "at_ms": unbatched.at_ms}).encode()
+
+
+def unbatched_of(body: bytes) -> Unbatched | None:
+    """Read it back; None when there never was one. Its row's CRC vouches for the form."""
+    if not body:
+        return None
+    content = json.loads(body)
+    return Unbatched(content["boot_id"], tuple(content["at_ms"]))
 
 
 Write: TypeAlias = JournalWrite | NoteProcess | DropProcess | AppendEvents | RenewJournal | PutDocument

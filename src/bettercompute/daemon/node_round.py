@@ -33,7 +33,7 @@ from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.daemon.inventory.load import node_load
 from bettercompute.daemon.inventory.pressure import PressureMeter
 from bettercompute.daemon.inventory_held import HeldInventory
-from bettercompute.daemon.journal_records import DropProcess, PutDocument
+from bettercompute.daemon.journal_records import UNBATCHED_DOCUMENT, DropProcess, PutDocument, unbatched_of
 from bettercompute.daemon.node_spec import NodeSpec
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.daemon.programs import end_left_running, process_space
@@ -50,6 +50,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.versions import PROTOCOL_VERSION
 from bettercompute.session import clock as session_clock
 from bettercompute.session import daemon_side
+from bettercompute.session.authority import Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
 from bettercompute.session.effects import DaemonEffect
 from bettercompute.session.inputs import InventoryCollected
@@ -277,8 +278,15 @@ class NodeRound:
             # The mark never passes confirmed time by more than an hour, and a Join confirms: it outlives the journal.
             confirmed_ms=max(meta.confirmed_ms, record.server_time_mark_ms) or None,
             full=not self._journal.health.accepting,
+            unbatched=unbatched_of(contents.documents.get(UNBATCHED_DOCUMENT, b"")),
         )
-        return daemon_side.start(facts, self._advertised(), held, now_ms=self._parts.world.clock.monotonic_ms())
+        return daemon_side.start(
+            facts,
+            self._advertised(),
+            held,
+            authority=Authority.of(self.identity.trust.content, record.approvers),
+            now_ms=self._parts.world.clock.monotonic_ms(),
+        )
 
     def _advertised(self) -> Advertised:
         sections, spec = self.inventory.sections, self.desired.held

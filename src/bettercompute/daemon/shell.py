@@ -22,11 +22,13 @@ from bettercompute.daemon.identity import IdentityStore
 from bettercompute.daemon.inventory_held import HeldInventory
 from bettercompute.errors import BetterComputeError, Refused
 from bettercompute.pki import trust
+from bettercompute.pki.quorum import SetChange
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import decode_message, encode_message
 from bettercompute.protocol.limits import HELLO_NONCE_BYTES
 from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER, Reason, Status, parse_pushback
 from bettercompute.session import effects
+from bettercompute.session.authority import Authority
 from bettercompute.session.daemon_state import Advertised, Phase
 from bettercompute.session.effects import DaemonEffect
 from bettercompute.session.inputs import DaemonInput, DaemonTick, Dialed, ServerFrameReceived, StreamEnded, TrustHeld
@@ -36,6 +38,7 @@ from bettercompute.world import World
 log = structlog.get_logger("bcd.session")
 
 TRUST_REFUSED = "TrustBundleRefused"
+APPROVERS_KEPT = "ApproverSetRefused"
 NEEDS_REJOIN = "NeedsRejoin"
 
 # Endings after which no waiting helps: this identity is of no use any more.
@@ -302,9 +305,17 @@ class NodeShell:
             return
         self._parts.conditions.set(TRUST_REFUSED, holds=False)
         if newer is not None:
-            await asyncio.to_thread(self._parts.identities.replace_trust, newer)
-            log.info("a newer trust bundle is in force", version=newer.version)
-            self.driver.give(TrustHeld(newer.version, 0, b""))
+            approvers, change = trust.enforced_approvers(identity.record.approvers, newer)
+            await asyncio.to_thread(self._parts.identities.replace_trust, newer, approvers)
+            log.info("a newer trust bundle is in force", version=newer.version, approver_set=change.value)
+            kept = change not in (SetChange.SAME, SetChange.TAKE)
+            self._parts.conditions.set(
+                APPROVERS_KEPT,
+                holds=kept,
+                reason=change.value,
+                message="the bundle's approver set was not taken; this node goes on enforcing its own" if kept else "",
+            )
+            self.driver.give(TrustHeld(newer.version, Authority.of(newer.content, approvers)))
 
     async def _apply_desired(self, desired: messages.DesiredState) -> None:
         request = await self._parts.desired.take(desired)

@@ -7,12 +7,15 @@ disk"; decisions 0106, 0110 and 0111.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from bettercompute.errors import Refused
 from bettercompute.pki.join_token import check_gateway_url
+from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet, make_approver_set
 from bettercompute.protocol.statuses import Reason, refuse
 
 IDENTITY_FILE = "identity.json"
@@ -42,11 +45,14 @@ class IdentityRecord:
     """Server time never falls far behind this, whatever happens to the journal."""
     machine_id: str | None = None
     dmi_uuid: str | None = None
+    approvers: ApproverSet = NO_APPROVERS
+    """The approver set that the node enforces: it outlives the journal and a re-join."""
 
 
 def encode(record: IdentityRecord) -> bytes:
     """Return the file's content."""
-    return (json.dumps({"format": FORMAT, **asdict(record)}, indent=2) + "\n").encode()
+    content = {"format": FORMAT, **asdict(record), "approvers": _approvers_content(record.approvers)}
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def parse(data: bytes, *, path: str) -> IdentityRecord:
@@ -69,6 +75,7 @@ def parse(data: bytes, *, path: str) -> IdentityRecord:
         server_time_mark_ms=_number(content, "server_time_mark_ms", path),
         machine_id=_optional_text(content, "machine_id", path),
         dmi_uuid=_optional_text(content, "dmi_uuid", path),
+        approvers=_approvers(content, path),
     )
     # It names a folder: nothing that could lead out of it.
     if not (record.certificate_serial.isascii() and record.certificate_serial.isalnum()):
@@ -82,6 +89,32 @@ def damaged(path: str, why: str) -> Refused:
         Reason.INVALID_CONFIG,
         f"{path} cannot be used: {why}; restore it, or join anew with a token for this node id (`bcd join TOKEN`)",
     )
+
+
+def _approvers_content(approvers: ApproverSet) -> dict[str, Any] | None:
+    if approvers == NO_APPROVERS:
+        return None
+    return asdict(approvers) | {"keys": [base64.b64encode(key).decode() for key in approvers.keys]}
+
+
+def _approvers(content: dict[str, Any], path: str) -> ApproverSet:
+    """Read the approver set. One that is damaged is refused like the rest: without it the node would ask nobody."""
+    held = content.get("approvers")
+    if held is None:
+        return NO_APPROVERS
+    try:
+        epoch, keys = int(held["epoch"]), [base64.b64decode(key, validate=True) for key in held["keys"]]
+        if not keys:
+            return ApproverSet(epoch=epoch, keys=(), threshold=0, tiers=())
+        return make_approver_set(
+            keys,
+            epoch=epoch,
+            threshold=int(held["threshold"]),
+            tiers=map(int, held["tiers"]),
+            unbatched_per_hour=int(held["unbatched_per_hour"]),
+        )
+    except (KeyError, TypeError, ValueError, binascii.Error, Refused) as error:
+        raise damaged(path, "approvers is no approver set") from error
 
 
 def _text(content: dict[str, Any], name: str, path: str) -> str:

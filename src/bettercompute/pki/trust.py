@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from bettercompute.errors import Refused
 from bettercompute.pki import identity, quorum, signatures
 from bettercompute.pki.certificates import is_p256
-from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet
+from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet, SetChange
 from bettercompute.protocol import messages
 from bettercompute.protocol.envelopes import trust_bundle_input
 from bettercompute.protocol.limits import MAX_TRUST_BUNDLE_BYTES
@@ -105,6 +105,14 @@ def accept(
     if held is not None and trust.version <= held.version:
         return None
     return trust
+
+
+def enforced_approvers(held: ApproverSet, trust: Trust) -> tuple[ApproverSet, SetChange]:
+    """Return the approver set that a node enforces once it took a bundle, and why: the bundle's, or still its own."""
+    content = trust.content
+    given = [messages.Signature.FromString(signature) for signature in content.approver_signatures]
+    change = quorum.judge_set(held, content.approvers, given, trust_domain=content.trust_domain)
+    return (content.approvers if change is SetChange.TAKE else held), change
 
 
 def read_own(signed: bytes) -> Trust:

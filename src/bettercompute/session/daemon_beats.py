@@ -152,6 +152,6 @@ def report_status(state: DaemonSession) -> Outcome:
     report.applied_generation = state.advertised.applied_generation
     if not state.trust_reported:
         report.trust_version = state.advertised.trust_version
-        report.approver_set_epoch = state.advertised.approver_set_epoch
-        report.approver_set_sha256 = state.advertised.approver_set_sha256
+        report.approver_set_epoch = state.authority.approvers.epoch
+        report.approver_set_sha256 = state.authority.approvers.sha256
     return replace(state, trust_reported=True), (SendAgentFrame(messages.AgentFrame(status=report)),)

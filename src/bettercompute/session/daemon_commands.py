@@ -16,15 +16,18 @@ from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.facts import rejection_reason
 from bettercompute.delivery.journal_rules import JournalEntry
 from bettercompute.errors import Refused
+from bettercompute.pki.quorum import Approval
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import decode_message
 from bettercompute.protocol.kinds import KINDS, CommandKind, unpack_payload
 from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
 from bettercompute.protocol.versions import UPGRADE_KIND
-from bettercompute.session import busy, clock, resume
+from bettercompute.session import authority, busy, clock, resume
+from bettercompute.session.authority import CommandRefusal
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import (
     AcceptCommand,
+    CountUnbatched,
     DaemonEffect,
     FinishCommand,
     RememberCancelled,
@@ -36,7 +39,7 @@ from bettercompute.session.effects import (
     TakeUpCommand,
     Warn,
 )
-from bettercompute.session.inputs import CommandRefusal, HandlerFinished, HandlerProgressed
+from bettercompute.session.inputs import HandlerFinished, HandlerProgressed
 from bettercompute.session.resume import AtDelivery
 
 Outcome = tuple[DaemonSession, tuple[DaemonEffect, ...]]
@@ -60,7 +63,7 @@ class _Delivery:
 # Delivery
 
 
-def delivered(state: DaemonSession, frame: messages.Command, refusal: CommandRefusal | None, *, now_ms: int) -> Outcome:
+def delivered(state: DaemonSession, frame: messages.Command, *, now_ms: int) -> Outcome:
     """Return what a command frame does: count it, then answer from the journal, reject it, or accept and start it."""
     try:
         body = decode_message(messages.CommandBody, frame.body, limit=MAX_COMMAND_BODY_BYTES)
@@ -71,6 +74,8 @@ def delivered(state: DaemonSession, frame: messages.Command, refusal: CommandRef
     delivery = _Delivery(frame=frame, body=body, kind=KINDS.get(body.kind))
     if body.lane in state.lanes:
         state = _with_lane(state, body.lane, lanes.received(state.lanes[body.lane]))
+    server_time_ms = clock.session_time(state.clock, now_ms=now_ms)
+    refusal = authority.judge_signature(frame, body, state.authority, server_time_ms=server_time_ms)
     if refusal is not None:
         return _rejected(state, delivery, refusal.reason, refusal.message, now_ms=now_ms)
     command_id = delivery.command_id
@@ -117,6 +122,15 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
     if why is not None:
         message = f"{why.value}: try again later"
         return _rejected(state, delivery, messages.COMMAND_REJECT_REASON_BUSY, message, now_ms=now_ms)
+    grounds = _grounds(state, delivery, entry, now_ms=now_ms)
+    if isinstance(grounds, CommandRefusal):
+        if entry is not None:
+            return _finish_left(state, entry, frame.attempt, grounds, now_ms=now_ms)
+        return _rejected(state, delivery, grounds.reason, grounds.message, now_ms=now_ms)
+    counted: tuple[DaemonEffect, ...] = ()
+    if grounds is Approval.UNBATCHED:
+        state = replace(state, unbatched=state.unbatched.ran(now_ms=now_ms))
+        counted = (CountUnbatched(state.unbatched),)
     started = JournalEntry(
         command_id=body.command_id,
         kind=body.kind,
@@ -145,9 +159,28 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
     update.started_at_ms = update.at_ms
     return state, (
         keep,
+        *counted,
         StartCommand(body.command_id, facts.boot_id, facts.role, facts.daemon_version),
         *answer(state, update),
         StartHandler(body.command_id, frame.attempt, body),
+    )
+
+
+def _grounds(
+    state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None, *, now_ms: int
+) -> CommandRefusal | Approval:
+    """Return on what grounds a command may start; one that an earlier process started was counted then."""
+    if entry is not None and entry.started:
+        return Approval.NOT_NEEDED
+    return authority.judge_approval(
+        delivery.frame,
+        delivery.body,
+        KINDS[delivery.body.kind],
+        state.authority,
+        trust_domain=state.facts.trust_domain,
+        unbatched=state.unbatched,
+        server_time_ms=clock.session_time(state.clock, now_ms=now_ms),
+        now_ms=now_ms,
     )
 
 

@@ -12,10 +12,12 @@ from dataclasses import replace
 
 from bettercompute.delivery import inventory
 from bettercompute.delivery.commands import CommandState
+from bettercompute.pki.quorum import Unbatched
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
 from bettercompute.session import clock, daemon_beats, daemon_commands, inputs, resume
 from bettercompute.session.announcements import notice_text
+from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts, Phase
 from bettercompute.session.effects import (
     AckCommands,
@@ -48,7 +50,14 @@ Outcome = tuple[DaemonSession, tuple[DaemonEffect, ...]]
 next_tick_ms = daemon_beats.next_tick_ms
 
 
-def start(facts: DaemonFacts, advertised: Advertised, journal: JournalFacts, *, now_ms: int) -> Outcome:
+def start(
+    facts: DaemonFacts,
+    advertised: Advertised,
+    journal: JournalFacts,
+    *,
+    authority: Authority = ANYBODY,
+    now_ms: int,
+) -> Outcome:
     """Return the state at process start, after what the previous process left running has been ended, and what to
     write.
 
@@ -58,6 +67,8 @@ def start(facts: DaemonFacts, advertised: Advertised, journal: JournalFacts, *, 
         facts=facts,
         advertised=advertised,
         clock=clock.restored(mark_ms=journal.mark_ms, confirmed_ms=journal.confirmed_ms, now_ms=now_ms),
+        authority=authority,
+        unbatched=(journal.unbatched or Unbatched(facts.boot_id)).after_boot(facts.boot_id),
         journal_id=journal.journal_id,
         journal_full=journal.full,
         entries={name: entry for name, entry in journal.entries.items() if not (entry.done and entry.acked)},
@@ -146,14 +157,10 @@ def _held(state: DaemonSession, given: inputs.StatusChanged | inputs.SpecHeld | 
                 spec_sha256=spec_sha256,
             )
             return replace(state, advertised=advertised), ()
-        case inputs.TrustHeld(trust_version, approver_set_epoch, approver_set_sha256):
-            advertised = replace(
-                state.advertised,
-                trust_version=trust_version,
-                approver_set_epoch=approver_set_epoch,
-                approver_set_sha256=approver_set_sha256,
-            )
-            return daemon_beats.report_status(replace(state, advertised=advertised, trust_reported=False))
+        case inputs.TrustHeld(trust_version, authority):
+            advertised = replace(state.advertised, trust_version=trust_version)
+            held = replace(state, advertised=advertised, authority=authority, trust_reported=False)
+            return daemon_beats.report_status(held)
 
 
 # The stream
@@ -216,7 +223,7 @@ def _frame_received(state: DaemonSession, given: inputs.ServerFrameReceived, *, 
         return state, ()
     match case:
         case "command":
-            return daemon_commands.delivered(state, frame.command, given.refusal, now_ms=now_ms)
+            return daemon_commands.delivered(state, frame.command, now_ms=now_ms)
         case "cancel":
             return daemon_commands.cancelled(state, frame.cancel, now_ms=now_ms)
         case "ack":

@@ -8,7 +8,9 @@ from enum import StrEnum
 
 from bettercompute.delivery.journal_rules import JournalEntry
 from bettercompute.delivery.lanes import DaemonLane
+from bettercompute.pki.quorum import Unbatched
 from bettercompute.protocol import messages
+from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.clock import Clock
 from bettercompute.session.reconnect import Backoff
 
@@ -53,6 +55,8 @@ class JournalFacts:
     mark_ms: int
     confirmed_ms: int | None
     full: bool = False
+    unbatched: Unbatched | None = None
+    """Destructive commands that ran without an approval, as last kept; None: never one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +70,6 @@ class Advertised:
     applied_generation: int = 0
     spec_sha256: bytes = b""
     trust_version: int = 0
-    approver_set_epoch: int = 0
-    approver_set_sha256: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class DaemonSession:
     facts: DaemonFacts
     advertised: Advertised
     clock: Clock
+    unbatched: Unbatched
+    authority: Authority = ANYBODY
     # the journal as this process knows it
     journal_id: str
     journal_full: bool

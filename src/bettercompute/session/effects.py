@@ -12,6 +12,7 @@ from enum import StrEnum
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.facts import Fact
 from bettercompute.delivery.journal_rules import JournalEntry
+from bettercompute.pki.quorum import Unbatched
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
 
@@ -130,6 +131,13 @@ class StartCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class CountUnbatched:
+    """A destructive command is about to begin without an approval: the count that it is part of, before its start."""
+
+    unbatched: Unbatched
+
+
+@dataclass(frozen=True, slots=True)
 class FinishCommand:
     """The terminal update, before it is sent, with the stored mark of now (ids are kept 24 h from here)."""
 
@@ -203,6 +211,7 @@ class TakeNewJournalId:
 JournalWrite = (
     AcceptCommand
     | TakeUpCommand
+    | CountUnbatched
     | StartCommand
     | FinishCommand
     | AckCommands

@@ -315,8 +315,8 @@ def new_hello(state: DaemonSession) -> tuple[messages.Hello, frozenset[str]]:
         hello_nonce=state.hello_nonce,
         previous_hello_nonce=state.previous_hello_nonce,
         trust_version=advertised.trust_version,
-        approver_set_epoch=advertised.approver_set_epoch,
-        approver_set_sha256=advertised.approver_set_sha256,
+        approver_set_epoch=state.authority.approvers.epoch,
+        approver_set_sha256=state.authority.approvers.sha256,
         process_id=facts.process_id,
     )
     room = MAX_HELLO_BYTES - hello.ByteSize()

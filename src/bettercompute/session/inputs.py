@@ -14,6 +14,7 @@ from bettercompute.delivery.commands import CommandState, OutgoingCommand
 from bettercompute.delivery.desired_state import StoredSpec
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
+from bettercompute.session.authority import Authority
 from bettercompute.session.hello_plan import HeldCommand
 
 # The gateway's side
@@ -232,21 +233,11 @@ class Dialed:
 
 
 @dataclass(frozen=True, slots=True)
-class CommandRefusal:
-    """What the shell's verifier (signatures, approvals) has against a command."""
-
-    reason: messages.CommandRejectReason.ValueType
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class ServerFrameReceived:
     """A decoded frame of the gateway, with the host's wall clock at its arrival."""
 
     frame: messages.ServerFrame
     wall_ms: int
-    refusal: CommandRefusal | None = None
-    """For a command that does not verify; None: verified, or signing is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,11 +313,10 @@ class SpecHeld:
 
 @dataclass(frozen=True, slots=True)
 class TrustHeld:
-    """The trust bundle and approver set in force after an `ApplyTrust`."""
+    """The trust bundle in force, at start and after an `ApplyTrust`, and whom it lets command."""
 
     trust_version: int
-    approver_set_epoch: int
-    approver_set_sha256: bytes
+    authority: Authority
 
 
 @dataclass(frozen=True, slots=True)

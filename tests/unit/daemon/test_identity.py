@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +26,7 @@ from bettercompute.daemon.identity import (
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, identity_file, keyfiles, trust
 from bettercompute.pki.identity import NodeIdentity
+from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet, make_approver_set
 from bettercompute.pki.trust import Trust, TrustContent
 from bettercompute.protocol.statuses import Reason
 from tests.unit.pki.crash_disk import CrashDisk, PowerLossError
@@ -37,13 +38,21 @@ SIGNING = certificates.generate_key()
 NODE_CA = certificates.make_node_ca(serial=bytes(16), now_ms=NOW_MS)
 
 
-def make_trust(*, held: Trust | None = None, domain: str = "bc.local") -> Trust:
+KEY_BYTES = certificates.generate_key().public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def quorum_of(epoch: int, *keys: bytes) -> ApproverSet:
+    return make_approver_set(keys, epoch=epoch, threshold=1, tiers=[1])
+
+
+def make_trust(*, held: Trust | None = None, domain: str = "bc.local", approvers: ApproverSet = NO_APPROVERS) -> Trust:
     content = TrustContent(
         trust_domain=domain,
         command_roots=(),
         join_signing_keys=(SIGNING.public_key(),),
         join_encryption_keys=(SIGNING.public_key(),),
         serving_ca_pins=("ab" * 32,) if held is None else ("cd" * 32,),
+        approvers=approvers,
     )
     return trust.sign(content, version=1 if held is None else held.version + 1, key=SIGNING, now_ms=NOW_MS)
 
@@ -56,6 +65,7 @@ class ControlPlane:
     """Answers a request once and for all: the same request gets the same certificate."""
 
     node_id: str = "n1"
+    trust: Trust = TRUST
     answers: dict[bytes, Issued] = field(default_factory=dict)
 
     def answer(self, csr_der: bytes) -> Issued:
@@ -69,12 +79,18 @@ class ControlPlane:
             )
             self.answers[csr_der] = Issued(
                 chain_der=(leaf.public_bytes(Encoding.DER), NODE_CA.certificate.public_bytes(Encoding.DER)),
-                trust=TRUST,
+                trust=self.trust,
                 identity_generation=1,
                 gateway_urls=("https://gw:443",),
                 server_time_ms=NOW_MS,
             )
         return self.answers[csr_der]
+
+
+def held(store: IdentityStore) -> Identity:
+    identity = store.load()
+    assert identity is not None
+    return identity
 
 
 def obtain(store: IdentityStore, plane: ControlPlane, *, purpose: Purpose = Purpose.JOIN, label: str = "t") -> Identity:
@@ -125,6 +141,7 @@ def test_an_identity_is_on_disk_as_described(tmp_path):
         "server_time_mark_ms": NOW_MS,
         "machine_id": "m1",
         "dmi_uuid": "u1",
+        "approvers": None,
     }
 
 
@@ -188,16 +205,39 @@ def test_marks_only_rise():
     assert store.reset_clock(server_time_ms=5).server_time_mark_ms == 5
 
 
+def test_the_enforced_approvers_outlive_a_rejoin_and_change_only_by_their_own_hand():
+    first, second = (quorum_of(epoch, KEY_BYTES) for epoch in (1, 2))
+    store = IdentityStore(STATE, disk=CrashDisk())
+    obtain(store, ControlPlane(trust=make_trust(approvers=first)))
+    assert held(store).record.approvers == first, "the first set is taken at join"
+    obtain(store, ControlPlane(trust=make_trust(approvers=second)), label="again")
+    assert held(store).record.approvers == first, "a re-join with another set that nobody signed"
+    obtain(store, ControlPlane(trust=TRUST), label="third")
+    assert held(store).record.approvers == first, "nor does a bundle without a set end it"
+    store.replace_trust(make_trust(held=TRUST, approvers=second), second)
+    assert held(store).record.approvers == second
+
+
+def test_an_approver_set_that_cannot_be_read_is_refused_like_the_rest():
+    disk, store = joined()
+    path = STATE / "identity.json"
+    content = json.loads(disk.read(path) or b"") | {"approvers": {"epoch": 1, "keys": ["AA=="], "threshold": 1}}
+    disk.write_synced(path.with_name("next"), json.dumps(content).encode())
+    disk.rename(path.with_name("next"), path)
+    with pytest.raises(Refused, match="approvers is no approver set"):
+        store.load()
+
+
 def test_a_newer_bundle_replaces_the_one_held():
     _, store = joined()
     newer = make_trust(held=TRUST)
-    store.replace_trust(newer)
+    store.replace_trust(newer, NO_APPROVERS)
     identity = store.load()
     assert identity is not None
     assert identity.trust == newer
 
 
-@pytest.mark.parametrize("change", [IdentityStore.raise_marks, lambda store: store.replace_trust(TRUST)])
+@pytest.mark.parametrize("change", [IdentityStore.raise_marks, lambda store: store.replace_trust(TRUST, NO_APPROVERS)])
 def test_without_an_identity_there_is_nothing_to_change(tmp_path, change):
     with pytest.raises(Refused, match="holds no identity: join first") as caught:
         change(IdentityStore(tmp_path))
@@ -364,7 +404,7 @@ def join_elsewhere(store: IdentityStore, plane: ControlPlane) -> None:
 
 def write_marks(store: IdentityStore, plane: ControlPlane) -> None:
     store.raise_marks(applied_generation=9)
-    store.replace_trust(make_trust(held=TRUST))
+    store.replace_trust(make_trust(held=TRUST), NO_APPROVERS)
 
 
 SCENARIOS: list[Scenario] = [

@@ -6,13 +6,18 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.journal_rules import KEEP_MS, JournalEntry
+from bettercompute.pki import certificates
+from bettercompute.pki.quorum import NO_APPROVERS, Unbatched, make_approver_set
+from bettercompute.pki.trust import CommandRoot
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, pack_payload
 from bettercompute.protocol.statuses import Reason, Status
 from bettercompute.session import daemon_side, effects, inputs
+from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import DaemonEffect
 from tests.unit.session.world_in_memory import NODE_ID, START_MS
@@ -287,19 +292,21 @@ def test_results_that_did_not_ride_in_hello_follow_welcome_once() -> None:
 def test_a_trust_bundle_is_handed_on_and_reported_once() -> None:
     state = live(trust=messages.SignedTrustBundle(body=b"b"))
     state, _ = step(state, inputs.StatusChanged(messages.StatusReport()))
-    state, done = step(state, inputs.TrustHeld(5, 2, b"s" * 32))
+    approvers = replace(NO_APPROVERS, epoch=2, keys=(b"k" * 91,), threshold=1)
+    state, done = step(state, inputs.TrustHeld(5, Authority(approvers=approvers)))
     report = sent(done, "status")[0].status
-    assert (report.trust_version, report.approver_set_epoch, report.approver_set_sha256) == (5, 2, b"s" * 32)
+    assert (report.trust_version, report.approver_set_epoch) == (5, 2)
+    assert report.approver_set_sha256 == approvers.sha256 != b""
     _, done = step(state, inputs.StatusChanged(messages.StatusReport()))
     assert sent(done, "status")[0].status.trust_version == 0
 
 
 def test_trust_that_changed_between_hello_and_welcome_is_reported_after_it() -> None:
     state, _ = step(booted()[0], inputs.StatusChanged(messages.StatusReport()))
-    state, _ = step(state, inputs.TrustHeld(4, 0, b""))
+    state, _ = step(state, inputs.TrustHeld(4, ANYBODY))
     _, done = told(dialed(state), welcome=welcome())
     assert sent(done, "status")[0].status.trust_version == 0, "Hello told it"
-    state, _ = step(dialed(state), inputs.TrustHeld(5, 0, b""))
+    state, _ = step(dialed(state), inputs.TrustHeld(5, ANYBODY))
     _, done = told(state, welcome=welcome())
     assert sent(done, "status")[0].status.trust_version == 5
 
@@ -378,11 +385,35 @@ def test_an_upgrade_only_session_takes_only_the_upgrade() -> None:
 
 
 def test_a_command_that_does_not_verify_is_rejected_whatever_it_says() -> None:
-    refusal = inputs.CommandRefusal(messages.COMMAND_REJECT_REASON_BAD_SIGNATURE, "no signature")
-    given = inputs.ServerFrameReceived(messages.ServerFrame(command=command()), wall_ms=0, refusal=refusal)
-    state, done = step(live(), given)
+    root = certificates.make_command_root(serial=bytes(16), now_ms=START_MS)
+    signing, _ = step(
+        live(), inputs.TrustHeld(2, Authority(command_roots=(CommandRoot(certificate=root.certificate),)))
+    )
+    state, done = told(signing, command=command())
     assert updates(done)[0].reject_reason == messages.COMMAND_REJECT_REASON_BAD_SIGNATURE
+    assert "not signed" in updates(done)[0].message
     assert not state.entries
+
+
+def test_a_destructive_command_needs_an_approval_or_one_of_the_few_an_hour() -> None:
+    key = certificates.generate_key().public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    approvers = make_approver_set(
+        [key], epoch=1, threshold=1, tiers=[messages.DESTRUCTIVE_TIER_NODE], unbatched_per_hour=1
+    )
+    state, _ = step(live(), inputs.TrustHeld(2, Authority(approvers=approvers)))
+    state, done = told(state, command=command("c-1", kind="gpu.reset"))
+    assert kinds(done)[:3] == ["AcceptCommand", "CountUnbatched", "StartCommand"], "counted before it starts"
+    state, done = told(state, command=command("c-2", kind="gpu.reset"))
+    assert updates(done)[0].reject_reason == messages.COMMAND_REJECT_REASON_APPROVAL_REQUIRED
+    assert "c-2" not in state.entries
+    _, done = told(state, command=command("c-3"))
+    assert "StartHandler" in kinds(done), "what destroys nothing needs nobody"
+
+
+def test_the_hours_count_outlives_a_restart_and_a_reboot() -> None:
+    kept = Unbatched("boot-1", (-5,))
+    assert booted(unbatched=kept)[0].unbatched == kept
+    assert booted(unbatched=Unbatched("boot-0", (1, 2)))[0].unbatched == Unbatched("boot-1", (0, 0))
 
 
 def test_a_body_that_does_not_decode_is_said_in_the_log() -> None:
@@ -731,7 +762,7 @@ EVERY_INPUT: tuple[inputs.DaemonInput, ...] = (
     inputs.EventsSent("s-1", 3),
     inputs.StatusChanged(messages.StatusReport()),
     inputs.SpecHeld(1, 1, b"s" * 32),
-    inputs.TrustHeld(1, 0, b""),
+    inputs.TrustHeld(1, ANYBODY),
     inputs.JournalRoom(full=False),
     inputs.JournalRenewed("j-2", 0),
     inputs.DaemonTick(wall_ms=START_MS, load=LOAD, last_heard_ms=0),
