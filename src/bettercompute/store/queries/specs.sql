@@ -30,7 +30,7 @@ WHERE s.node_id = :node_id AND s.generation < (
 -- name: specs.newest
 -- other: read by people
 SELECT n.node_id, n.spec_generation, n.observed_generation, n.applied_generation, n.spec_body, n.spec_sha256,
-  n.spec_signature IS NOT NULL AS signed, to_ms(n.spec_updated_at) AS issued_at_ms,
+  n.spec_signature IS NOT NULL AS signed, to_ms(coalesce(s.issued_at, n.spec_updated_at)) AS issued_at_ms,
   coalesce(s.issued_by, '') AS issued_by, coalesce(s.why, '') AS why, t.report, to_ms(t.received_at) AS reported_at_ms
 FROM nodes n
 LEFT JOIN node_specs s ON s.node_id = n.node_id AND s.generation = n.spec_generation
