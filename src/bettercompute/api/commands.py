@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
@@ -16,7 +17,7 @@ from bettercompute.api.shapes import CommandShape, command_shape
 from bettercompute.api.storable import Body, Id, JsonObject, Text
 from bettercompute.delivery.commands import TERMINAL
 from bettercompute.errors import Refused
-from bettercompute.protocol.limits import MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
+from bettercompute.protocol.limits import MAX_BIGINT, MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import commands, controller_runs, nodes
 
@@ -56,6 +57,21 @@ class RunAnswer(BaseModel):
     commands: list[Made]
     without_session: list[str]
     """The nodes that were not connected when it was made: their commands wait until they are, or until `not_after`."""
+
+
+class OutputShape(BaseModel):
+    """A piece of a command's output; bytes dropped before it will never come."""
+
+    offset: int
+    data_base64: str
+    dropped_bytes: int
+
+
+class Output(BaseModel):
+    """Pieces in their order. Ask again from `next_offset` while the command runs."""
+
+    items: list[OutputShape]
+    next_offset: int
 
 
 class CancelRequest(Body):
@@ -164,6 +180,30 @@ async def get_command(
     if command is None:
         raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
     return command_shape(command, now_ms=await controller_runs.now_ms(context.database))
+
+
+@router.get("/commands/{command_id}/output")
+async def get_output(
+    command_id: Id,
+    context: Context,
+    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    from_offset: Annotated[int, Query(ge=0, le=MAX_BIGINT)] = 0,
+) -> Output:
+    """Return the next pieces of what a command has written so far; about the last 64 KiB are kept."""
+    if not await commands.states(context.database, command_ids=[command_id]):
+        raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
+    pieces = await commands.output(context.database, command_id=command_id, from_offset=from_offset)
+    return Output(
+        items=[
+            OutputShape(
+                offset=piece.output_offset,
+                data_base64=base64.b64encode(piece.data).decode(),
+                dropped_bytes=piece.dropped_bytes,
+            )
+            for piece in pieces
+        ],
+        next_offset=pieces[-1].output_offset + max(1, len(pieces[-1].data)) if pieces else from_offset,
+    )
 
 
 @router.post("/commands/{command_id}/cancel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json as json_module
 import sys
 import time
@@ -190,7 +191,8 @@ def list_commands(
 @app.command()
 def show(command_id: str, api: Api = None, json: Json = False) -> None:
     """Show one command: its payload, every step of its life and its result."""
-    command = output.run(lambda: ApiClient.from_environment(api).get(path_of("commands", command_id)))
+    client = output.run(lambda: ApiClient.from_environment(api))
+    command = output.run(lambda: client.get(path_of("commands", command_id)))
     if json:
         output.print_json(command)
         return
@@ -210,11 +212,16 @@ def show(command_id: str, api: Api = None, json: Json = False) -> None:
             "acked": command["acked_at"],
             "running": command["running_at"],
             "finished": command["finished_at"],
+            "progress": json_module.dumps(command["progress"]) if command["progress"] else None,
             "payload": json_module.dumps(command["payload"], ensure_ascii=False) if command["payload"] else None,
         }
     )
     if command["result"] is not None:
         output.console.print_json(data=command["result"])
+    for piece in output.run(lambda: client.get(path_of("commands", command_id, "output")))["items"]:
+        if piece["dropped_bytes"]:
+            output.note(f"[{piece['dropped_bytes']} bytes of output were dropped here]")
+        output.console.print(base64.b64decode(piece["data_base64"]).decode("utf-8", "replace"), end="", markup=False)
 
 
 @app.command()

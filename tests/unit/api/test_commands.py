@@ -158,3 +158,21 @@ async def test_why_and_abandon(clients: Clients, context: ApiContext, two_nodes)
     [act] = await audit.list_page(context.database, page_size=1, action="command.abandon")
     assert (act.actor, act.why) == ("a-admin", "gone")
     assert (await clients["admin"].get("/v1/commands/none/why")).status_code == 404
+
+
+async def test_output_is_read_piece_by_piece(clients: Clients, context: ApiContext, two_nodes) -> None:
+    made = (await clients["operator"].post("/v1/commands", json={"kind": "inventory.refresh", "nodes": ["n1"]})).json()
+    command_id = made["commands"][0]["id"]
+    await context.database.query(
+        "INSERT INTO command_output (command_id, output_offset, node_id, data, dropped_bytes)"
+        " VALUES ($1, 3, 'n1', 'abc', 3), ($1, 6, 'n1', 'de', 0)",
+        command_id,
+    )
+    path = f"/v1/commands/{command_id}/output"
+    whole = (await clients["viewer"].get(path)).json()
+    assert [(item["offset"], item["data_base64"], item["dropped_bytes"]) for item in whole["items"]] == [
+        (3, "YWJj", 3),
+        (6, "ZGU=", 0),
+    ]
+    assert (await clients["viewer"].get(path, params={"from_offset": whole["next_offset"]})).json()["items"] == []
+    assert (await clients["viewer"].get("/v1/commands/none/output")).status_code == 404
