@@ -3,7 +3,7 @@
 Whether a generation is taken is judged by `delivery.desired_state`. It is in the journal before anything follows from
 it, and enforced offline and after a restart; its number goes into identity.json once every section has converged,
 before anybody is told. Converging runs beside the session, in a thread: the kernel may take its time. See
-docs/desired-state.md, "At the daemon"; decisions 0059 and 0106.
+docs/desired-state.md, "At the daemon"; decisions 0058 and 0106.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A generation is the whole NodeSpec, stored and signed as bytes; a patch names a 
 generation. The gateway relays stored bytes and never re-encodes them. Generations only rise: the daemon keeps the
 highest one it has applied outside the journal, so that a restored disk or a lying gateway cannot bring back an older
 spec. See docs/delivery.md, "Desired state" and docs/desired-state.md,
-"On its way"; decisions 0059 and 0106.
+"On its way"; decisions 0058 and 0106.
 """
 
 from __future__ import annotations
