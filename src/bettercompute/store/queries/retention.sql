@@ -2,15 +2,18 @@
 
 -- name: retention.commands
 -- other: retention of what has ended
-WITH locked AS MATERIALIZED (
+WITH old AS MATERIALIZED (
   SELECT c.id FROM commands c
   WHERE c.finished_at < compute_now() - ms(:older_than_ms)
-  ORDER BY c.id LIMIT :batch_size
+  ORDER BY c.finished_at LIMIT :batch_size
+), locked AS MATERIALIZED (
+  SELECT c.id FROM commands c WHERE c.id = ANY (ARRAY (SELECT id FROM old))
+  ORDER BY c.id
   FOR UPDATE SKIP LOCKED
 ), output AS (
   DELETE FROM command_output o USING locked WHERE o.command_id = locked.id
 )
-DELETE FROM commands c USING locked WHERE c.id = locked.id
+DELETE FROM commands c WHERE c.id = ANY (ARRAY (SELECT id FROM locked))
 RETURNING c.id;
 
 -- name: retention.certificates
@@ -20,11 +23,11 @@ WITH expired AS MATERIALIZED (
   WHERE c.not_after < compute_now() - ms(:older_than_ms)
   ORDER BY c.not_after LIMIT :batch_size
 ), locked AS MATERIALIZED (
-  SELECT c.serial FROM node_certs c JOIN expired ON expired.serial = c.serial
+  SELECT c.serial FROM node_certs c WHERE c.serial = ANY (ARRAY (SELECT serial FROM expired))
   ORDER BY c.serial
   FOR UPDATE OF c SKIP LOCKED
 )
-DELETE FROM node_certs c USING locked WHERE c.serial = locked.serial
+DELETE FROM node_certs c WHERE c.serial = ANY (ARRAY (SELECT serial FROM locked))
 RETURNING c.serial;
 
 -- name: retention.join_tokens
