@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bettercompute.delivery.commands import CommandState
@@ -13,30 +12,12 @@ from bettercompute.testing.fake_daemon import FakeDaemon
 from bettercompute.testing.profiles import Answer, Levers
 from bettercompute.testing.sim.fleet import Joined
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
-from bettercompute.testing.sim.network import Network
+from bettercompute.testing.sim.node import DURATIONS_S, EVENT_TYPE, NodeParts
 from bettercompute.testing.sim.process import SimulatedProcess
-from bettercompute.testing.sim.taps import FrameRules, TappedConnection
+from bettercompute.testing.sim.taps import TappedConnection
 from bettercompute.transport.streams import Connection
 
-ANSWERS: Mapping[str, Answer] = {
-    "diag.nvml": Answer(delay_ms=800),
-    "inventory.refresh": Answer(delay_ms=4_000),
-    "logs.collect": Answer(delay_ms=25_000),
-    "gpu.reset": Answer(delay_ms=9_000),
-}
-
-
-@dataclass(slots=True)
-class NodeParts:
-    """What every simulated node is given."""
-
-    network: Network
-    gateways: tuple[str, ...]
-    rng: random.Random
-    new_process: Callable[[str], SimulatedProcess]
-    rules: FrameRules | None
-    """None: nobody looks at its frames."""
-    seed: str
+ANSWERS: Mapping[str, Answer] = {kind: Answer(delay_ms=int(seconds * 1000)) for kind, seconds in DURATIONS_S.items()}
 
 
 @dataclass(slots=True)
@@ -51,6 +32,8 @@ class FakeNode:
     process: SimulatedProcess | None = None
     daemon: FakeDaemon | None = None
     untried: list[str] = field(default_factory=list)
+    like: FakeDaemon | None = None
+    """The daemon that it is a clone of."""
 
     @property
     def node_id(self) -> str:
@@ -86,8 +69,9 @@ class FakeNode:
         assert self.daemon is not None
         return self.daemon.state.journal_id, self.daemon.events.last_seq
 
-    def start(self, *, like: FakeDaemon | None = None) -> None:
-        """Start it, as a clone of another where one is given: same machine, same boot, same journal."""
+    def start(self) -> None:
+        """Start it; a clone has the same boot and the same journal."""
+        like = self.like
         self.starts += 1
         process = self.process = self.parts.new_process(f"{self.node_id}#{self.starts}")
         world = make_world(f"{self.parts.seed} {process.name}", clock=self.clock)
@@ -115,41 +99,61 @@ class FakeNode:
         """Kill it for good."""
         assert self.process is not None
         self.process.kill()
-        self.parts.network.cut(host=self.node_id)
+        self.parts.network.cut(process=self.process)
 
-    def restart(self) -> None:
+    def restart(self, *, reboot: bool) -> None:
         """Kill it and start it from its journal: what had begun has been interrupted, as bcd judges it."""
         daemon, process = self.daemon, self.process
         assert daemon is not None
         assert process is not None
+        boot_id = "" if reboot else daemon.state.facts.boot_id
 
-        def reboot() -> None:
+        def begin_anew() -> None:
             for command_id, held in list(daemon.commands.held.items()):
                 if held.update is None and not KINDS[held.body.kind].retry_safe:
                     daemon.commands.finish(command_id, Answer(state=CommandState.FAILED, reason=INTERRUPTED))
-            daemon.reboot()
+            daemon.reboot(boot_id)
 
-        self.parts.network.cut(host=self.node_id)
-        process.run(reboot)
+        self.parts.network.cut(process=process)
+        process.run(begin_anew)
 
     def lose_journal(self) -> None:
         """Come back with an empty journal."""
         assert self.daemon is not None
         assert self.process is not None
-        self.parts.network.cut(host=self.node_id)
+        self.parts.network.cut(process=self.process)
         self.process.run(self.daemon.lose_journal)
 
-    def rejoin(self, joined: Joined) -> None:
+    def remember(self) -> None:
+        """Do nothing: its journal is memory."""
+
+    def roll_back(self) -> bool:
+        """Do nothing."""
+        return False
+
+    def fill_disk(self, full: bool) -> bool:
+        """Do nothing."""
+        del full
+        return False
+
+    def clone(self, name: str) -> FakeNode:
+        """Start another machine with the same identity, boot and journal."""
+        del name
+        twin = FakeNode(self.joined, self.parts, self.clock, starts=1_000 * self.starts + 1_000, like=self.daemon)
+        twin.start()
+        return twin
+
+    def rejoin(self) -> None:
         """Take a new identity and dial again."""
-        self.joined = joined
         self.generation += 1
-        self.parts.network.cut(host=self.node_id)
+        self.joined = self.parts.registrar.join(self.node_id, generation=self.generation)
+        self.parts.network.cut(process=self.process)
 
     def record_event(self, payload_json: str) -> None:
         """Let something happen."""
         daemon, process = self.daemon, self.process
         if daemon is not None and process is not None and process.alive and not process.paused:
-            process.run(daemon.record_events, [("sim.happened", payload_json)])
+            process.run(daemon.record_events, [(EVENT_TYPE, payload_json)])
 
     async def _dial(self) -> Connection:
         parts, process = self.parts, self.process

@@ -13,8 +13,8 @@ from bettercompute.errors import BetterComputeError
 from bettercompute.session.clock import BACKWARDS_ALLOWED_MS
 from bettercompute.store import certificates, leases, nodes
 from bettercompute.testing.sim.cluster import GatewayHost, WorkerHost
-from bettercompute.testing.sim.fake_node import FakeNode
 from bettercompute.testing.sim.network import Way
+from bettercompute.testing.sim.node import Node
 from bettercompute.testing.sim.stage import Stage
 from bettercompute.testing.sim.weather import Fate
 
@@ -102,8 +102,9 @@ async def node_crash(stage: Stage, for_s: float) -> None:
     """Kill a node's daemon; its journal brings it back."""
     del for_s
     node = stage.rng.choice(stage.nodes)
-    stage.tell(f"{node.node_id} is killed and started again")
-    node.restart()
+    reboot = stage.rng.random() < 0.5
+    stage.tell(f"{node.node_id} is killed and started again" + (", after a boot" if reboot else ""))
+    node.restart(reboot=reboot)
 
 
 async def node_pause(stage: Stage, for_s: float) -> None:
@@ -126,6 +127,24 @@ async def journal_lost(stage: Stage, for_s: float) -> None:
     node = stage.rng.choice(stage.nodes)
     stage.tell(f"{node.node_id} loses its journal")
     node.lose_journal()
+
+
+async def journal_rollback(stage: Stage, for_s: float) -> None:
+    """Restore a node's disk as it was a while before."""
+    node = stage.rng.choice(stage.nodes)
+    node.remember()
+    await asyncio.sleep(for_s)
+    if node.roll_back():
+        stage.tell(f"{node.node_id} is rolled back to its disk of {for_s:.1f} s ago")
+
+
+async def disk_full(stage: Stage, for_s: float) -> None:
+    """Fill a node's disk."""
+    node = stage.rng.choice(stage.nodes)
+    if node.fill_disk(True):
+        stage.tell(f"the disk of {node.node_id} is full, for {for_s:.1f} s")
+        await asyncio.sleep(for_s)
+        node.fill_disk(False)
 
 
 async def partition(stage: Stage, for_s: float) -> None:
@@ -173,10 +192,10 @@ async def database_restart(stage: Stage, for_s: float) -> None:
     stage.tell(f"the database is down, for {for_s:.1f} s")
     stage.server.weather.down = True
     stage.server.restart()
-    stage.transactions.outages.begins(stage.server.now_ms())
+    stage.transactions.outages.begins(stage.world.clock.monotonic_ms())
     await asyncio.sleep(for_s)
     stage.server.weather.down = False
-    stage.transactions.outages.ends(stage.server.now_ms())
+    stage.transactions.outages.ends(stage.world.clock.monotonic_ms())
 
 
 async def database_silent(stage: Stage, for_s: float) -> None:
@@ -220,10 +239,10 @@ async def lost_commits(stage: Stage, for_s: float) -> None:
 
 async def clock_step(stage: Stage, for_s: float) -> None:
     """Step the wall clock of a host by up to a day, and back."""
-    hosts: list[FakeNode | GatewayHost | WorkerHost] = [*stage.nodes, *stage.gateways, *stage.workers]
+    hosts: list[Node | GatewayHost | WorkerHost] = [*stage.nodes, *stage.gateways, *stage.workers]
     host = stage.rng.choice(hosts)
     step_ms = int(stage.rng.uniform(-DAY_MS, DAY_MS))
-    name = host.node_id if isinstance(host, FakeNode) else host.name
+    name = host.name if isinstance(host, GatewayHost | WorkerHost) else host.node_id
     stage.tell(f"the clock of {name} steps by {step_ms} ms, for {for_s:.1f} s")
     host.clock.wall_offset_ms += step_ms
     await asyncio.sleep(for_s)
@@ -236,30 +255,18 @@ async def database_clock_step(stage: Stage, for_s: float) -> None:
         return
     step_ms = int(stage.rng.uniform(-BACKWARDS_ALLOWED_MS, BACKWARDS_ALLOWED_MS))
     stage.tell(f"the database's clock steps by {step_ms} ms, for {for_s:.1f} s")
+    stage.transactions.outages.doubted(stage.world.clock.monotonic_ms())
     stage.database_clock.wall_offset_ms += step_ms
     await asyncio.sleep(for_s)
     stage.database_clock.wall_offset_ms -= step_ms
-
-
-async def suspend(stage: Stage, for_s: float) -> None:
-    """Suspend a host to memory: its processes stand still, and its monotonic clock has gone on."""
-    node = stage.rng.choice(stage.nodes)
-    if node.process is None or node.process.paused:
-        return
-    slept_ms = int(stage.rng.uniform(1_000, 600_000))
-    stage.tell(f"{node.node_id} wakes from {slept_ms} ms of sleep")
-    node.clock.suspended_ms += slept_ms
-    await asyncio.sleep(for_s)
+    stage.transactions.outages.doubted(stage.world.clock.monotonic_ms())
 
 
 async def clone(stage: Stage, for_s: float) -> None:
     """Run a copy of a node's disk beside it; whoever is revoked joins anew."""
     node = stage.rng.choice(stage.nodes)
-    if node.daemon is None:
-        return
     stage.tell(f"{node.node_id} is cloned, for {for_s:.1f} s")
-    twin = FakeNode(node.joined, node.parts, node.clock, starts=1_000 + stage.faults["clone"])
-    twin.start(like=node.daemon)
+    twin = node.clone(f"{node.node_id}-clone{stage.faults['clone']}")
     await asyncio.sleep(for_s)
     twin.end()
     stage.mend(node)
@@ -306,7 +313,8 @@ FAULTS: Mapping[str, Fault] = {
     "lost-commits": lost_commits,
     "clock-step": clock_step,
     "database-clock-step": database_clock_step,
-    "suspend": suspend,
+    "journal-rollback": journal_rollback,
+    "disk-full": disk_full,
     "clone": clone,
     "revocation": revocation,
 }

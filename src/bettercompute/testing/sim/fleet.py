@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509 import Certificate
 
-from bettercompute.pki import certificates
+from bettercompute.pki import certificates, trust
 from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN, NodeIdentity
+from bettercompute.pki.trust import Trust, TrustContent
 from bettercompute.testing.sim.postgres import SimulatedServer
 from bettercompute.world import World
 
@@ -35,19 +37,41 @@ class Registrar:
         self.key: EllipticCurvePrivateKey = certificates.generate_key()
         self.authority = certificates.make_node_ca(serial=world.ids.random_bytes(16), now_ms=now_ms)
 
-    def join(self, node_id: str, *, generation: int = 1) -> Joined:
+    def now_ms(self) -> int:
+        """Return the control plane's time."""
+        return self._server.now_ms()
+
+    def trust(self) -> Trust:
+        """Return the trust bundle that a join gives."""
+        public = self.key.public_key()
+        content = TrustContent(
+            trust_domain=DEFAULT_TRUST_DOMAIN,
+            command_roots=(),
+            join_signing_keys=(public,),
+            join_encryption_keys=(public,),
+            serving_ca_pins=("ab" * 32,),
+        )
+        return trust.sign(content, version=1, key=self.key, now_ms=self.now_ms())
+
+    def join(self, node_id: str, *, generation: int = 1, public_key: EllipticCurvePublicKey | None = None) -> Joined:
         """Issue an identity and record it; a later generation takes the place of the one before."""
         serial = self._world.ids.random_bytes(16)
         leaf = certificates.make_node_leaf(
             self.authority,
-            public_key=self.key.public_key(),
+            public_key=public_key or self.key.public_key(),
             identity=NodeIdentity(trust_domain=DEFAULT_TRUST_DOMAIN, site="default", node_id=node_id, role="node"),
             serial=serial,
-            now_ms=self._world.clock.now_ms(),
+            now_ms=self.now_ms(),
         )
-        joined = Joined(node_id, certificates.serial_text(leaf), (leaf.public_bytes(Encoding.DER),))
+        joined = Joined(
+            node_id, certificates.serial_text(leaf), (self._der(leaf), self._der(self.authority.certificate))
+        )
         self._record(joined, generation=generation)
         return joined
+
+    @staticmethod
+    def _der(certificate: Certificate) -> bytes:
+        return certificate.public_bytes(Encoding.DER)
 
     def _record(self, joined: Joined, *, generation: int) -> None:
         query = self._server.query

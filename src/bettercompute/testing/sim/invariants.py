@@ -41,10 +41,12 @@ class Verdict:
 
 @dataclass(slots=True)
 class Outages:
-    """When the database was away last, as the Liveness controller may know it."""
+    """When the database was away last, by a clock that nobody steps."""
 
     since_ms: int | None = None
     ended_ms: int | None = None
+    doubted_ms: int | None = None
+    """When its clock was stepped last: a controller that measures by it knows no better."""
 
     def begins(self, now_ms: int) -> None:
         """Note that it goes away."""
@@ -56,9 +58,15 @@ class Outages:
             self.ended_ms = now_ms
         self.since_ms = None
 
+    def doubted(self, now_ms: int) -> None:
+        """Note that the database's clock was stepped."""
+        self.doubted_ms = now_ms
+
     def in_grace(self, now_ms: int) -> bool:
-        """Return whether ages are no evidence yet: a moment before the end of the grace counts to its end."""
-        return self.ended_ms is not None and now_ms - self.ended_ms < GRACE_MS - MARGIN_MS
+        """Return whether ages are no evidence yet."""
+        if self.ended_ms is None or (self.doubted_ms is not None and now_ms - self.doubted_ms < 2 * GRACE_MS):
+            return False
+        return now_ms - self.ended_ms < GRACE_MS - MARGIN_MS
 
 
 # A controller counts its grace from its own first look after the outage, never from before.
@@ -68,8 +76,9 @@ MARGIN_MS = 1_000
 class TransactionRules:
     """Judges each transaction."""
 
-    def __init__(self, ledger: Ledger, verdict: Verdict) -> None:
+    def __init__(self, ledger: Ledger, verdict: Verdict, *, monotonic_ms: Callable[[], int]) -> None:
         self.outages = Outages()
+        self._monotonic_ms = monotonic_ms
         self._ledger = ledger
         self._verdict = verdict
         self._owner_of_lease: dict[str, str] = {}
@@ -138,7 +147,7 @@ class TransactionRules:
         judged = (
             change.moved("state") and new["state"] in ("disconnected", "unreachable") and client.startswith("worker")
         )
-        if judged and self.outages.in_grace(self._verdict.now_ms()):
+        if judged and self.outages.in_grace(self._monotonic_ms()):
             text = f"{client} judged {change.key[0]} {new['state']} ({new['state_reason']})"
             self._verdict.broken("no judgement within the grace after an outage", text)
 

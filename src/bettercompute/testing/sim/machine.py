@@ -13,11 +13,10 @@ EPOCH_MS = 1_893_456_000_000
 
 
 class SimulatedClock:
-    """The clocks of one host. Both may be set off: the wall by anybody, the monotonic one by a suspended machine."""
+    """The clocks of one host. Anybody may set the wall's; the monotonic one is the simulation's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.wall_offset_ms = 0
-        self.suspended_ms = 0
         self._loop = loop
 
     def now_ms(self) -> int:
@@ -26,7 +25,7 @@ class SimulatedClock:
 
     def monotonic_ms(self) -> int:
         """Return milliseconds since boot, suspended time included."""
-        return int(self._loop.time() * 1000) + self.suspended_ms
+        return int(self._loop.time() * 1000)
 
 
 class SeededDice:

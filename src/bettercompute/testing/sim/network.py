@@ -87,10 +87,13 @@ class Network:
             self.blocked[way] -= 1
         self.refresh()
 
-    def cut(self, *, host: str | None = None, gateway: str | None = None) -> None:
-        """Lose the connections of a host, of a gateway, or between the two."""
+    def cut(
+        self, *, host: str | None = None, gateway: str | None = None, process: SimulatedProcess | None = None
+    ) -> None:
+        """Lose the connections of a host, of a gateway, between the two, or of one process."""
         for found in list(self._open.values()):
-            if host in (None, found.host) and gateway in (None, found.gateway):
+            meant = host in (None, found.host) and gateway in (None, found.gateway)
+            if meant and (process is None or process in found.ends):
                 found.connection.cut()
         self.refresh()
 

@@ -27,6 +27,9 @@ CREATE OR REPLACE FUNCTION compute_now() RETURNS timestamptz LANGUAGE sql STABLE
   AS $$ SELECT timestamptz 'epoch' + current_setting('sim.now_ms')::bigint * interval '1 millisecond' $$;
 """
 
+# Planning costs more than running where tables are this small.
+_CHEAP = "SET plan_cache_mode = force_generic_plan; SET jit = off; SET synchronous_commit = off;"
+
 
 @dataclass(frozen=True, slots=True)
 class Notification:
@@ -86,6 +89,7 @@ class ServerThread:
                     self._answers.put((None, error))
 
     async def _listen(self, connection: DedicatedConnection) -> None:
+        await connection.script(_CHEAP)
         for channel in self._channels:
             await connection.listen(channel, self._hear(channel))
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import tempfile
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.store import channels
+from bettercompute.testing.postgres import MEMORY
 from bettercompute.testing.sim import ledger, settling, work
+from bettercompute.testing.sim.bcd_node import BcdNode
 from bettercompute.testing.sim.cluster import Cluster
-from bettercompute.testing.sim.fake_node import FakeNode, NodeParts
+from bettercompute.testing.sim.fake_node import FakeNode
 from bettercompute.testing.sim.faults import FAULTS
 from bettercompute.testing.sim.fleet import Registrar
 from bettercompute.testing.sim.invariants import TransactionRules, Verdict, Violation
 from bettercompute.testing.sim.links import SimulatedDatabase
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
 from bettercompute.testing.sim.network import Network
+from bettercompute.testing.sim.node import NodeParts
 from bettercompute.testing.sim.overheard import overhearing
 from bettercompute.testing.sim.postgres import SimulatedServer
 from bettercompute.testing.sim.scenario import FaultPlan, Range, Scenario
@@ -71,26 +77,33 @@ def run(scenario: Scenario, *, seed: int, dsn: str) -> Outcome:
     """Run a scenario on an empty, migrated database of its own."""
     loop = VirtualLoop()
     try:
-        return loop.run_until_complete(_run(scenario, seed=seed, dsn=dsn))
+        with tempfile.TemporaryDirectory(prefix="bc-sim-", dir=_memory()) as folder:
+            return loop.run_until_complete(_run(scenario, seed=seed, dsn=dsn, folder=Path(folder)))
     finally:
         loop.close()
 
 
-async def _run(scenario: Scenario, *, seed: int, dsn: str) -> Outcome:
+def _memory() -> Path | None:
+    """Return where files cost nothing, if there is such a place: what a simulated disk loses is decided elsewhere."""
+    return MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else None
+
+
+async def _run(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Outcome:
     began = time.perf_counter()
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    stage = _stage(scenario, seed=seed, dsn=dsn)
+    stage = _stage(scenario, seed=seed, dsn=dsn, folder=folder)
     try:
         with overhearing(stage.verdict):
             settled_s = await _phases(stage)
+            violations = tuple(stage.verdict.violations)
             await _bury(stage)
     finally:
         stage.server.close()
     return Outcome(
         scenario=scenario.name,
         seed=seed,
-        violations=tuple(stage.verdict.violations),
+        violations=violations,
         story=tuple(stage.story),
         virtual_s=loop.time() - began_s,
         real_s=time.perf_counter() - began,
@@ -104,7 +117,7 @@ async def _run(scenario: Scenario, *, seed: int, dsn: str) -> Outcome:
     )
 
 
-def _stage(scenario: Scenario, *, seed: int, dsn: str) -> Stage:
+def _stage(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Stage:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     rng = random.Random(f"{seed} {scenario.name}")  # noqa: S311 - a simulation
@@ -120,6 +133,7 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str) -> Stage:
     kept = ledger.Ledger()
     verdict = Verdict(server.now_ms)
     frames = FrameRules(kept, verdict)
+    registrar = Registrar(server, world=world)
     stage = Stage(
         scenario=scenario,
         rng=rng,
@@ -127,16 +141,18 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str) -> Stage:
         database_clock=clock,
         network=network,
         cluster=cluster,
-        registrar=Registrar(server, world=world),
+        registrar=registrar,
         ledger=kept,
         verdict=verdict,
-        transactions=TransactionRules(kept, verdict),
+        transactions=TransactionRules(kept, verdict, monotonic_ms=world.clock.monotonic_ms),
         frames=frames,
         operator=SimulatedDatabase(server, dice=world.dice, client=operator_process.name),
         operator_process=operator_process,
         world=world,
         node_parts=NodeParts(
             network=network,
+            registrar=registrar,
+            folder=folder,
             gateways=tuple(f"gw{number}" for number in range(1, scenario.fleet.gateways + 1)),
             rng=rng,
             new_process=cluster.new_process,
@@ -169,8 +185,11 @@ def _populate(stage: Stage) -> None:
     for number in range(1, fleet.workers + 1):
         stage.cluster.start_worker(stage.cluster.add_worker(f"worker{number}"))
     for number in range(1, fleet.nodes + 1):
-        node = FakeNode(stage.registrar.join(f"n{number}"), stage.node_parts, SimulatedClock(loop))
-        stage.nodes.append(node)
+        joined = stage.registrar.join(f"n{number}")
+        stage.nodes.append(FakeNode(joined, stage.node_parts, SimulatedClock(loop)))
+    for number in range(1, fleet.daemons + 1):
+        stage.nodes.append(BcdNode.make(f"d{number}", parts=stage.node_parts, clock=SimulatedClock(loop)))
+    for node in stage.nodes:
         node.start()
 
 

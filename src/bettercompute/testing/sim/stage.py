@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from bettercompute.store.database import Database
 from bettercompute.testing.sim.cluster import Cluster, GatewayHost, WorkerHost
-from bettercompute.testing.sim.fake_node import FakeNode, NodeParts
 from bettercompute.testing.sim.fleet import Registrar
 from bettercompute.testing.sim.invariants import TransactionRules, Verdict
 from bettercompute.testing.sim.ledger import Change, Ledger
 from bettercompute.testing.sim.machine import SimulatedClock
 from bettercompute.testing.sim.network import Network
+from bettercompute.testing.sim.node import Node, NodeParts
 from bettercompute.testing.sim.postgres import Notification, SimulatedServer
 from bettercompute.testing.sim.process import SimulatedProcess
 from bettercompute.testing.sim.scenario import Scenario
@@ -43,7 +43,7 @@ class Stage:
     operator_process: SimulatedProcess
     world: World
     node_parts: NodeParts
-    nodes: list[FakeNode] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     story: list[str] = field(default_factory=list)
     """What befell it, a line each."""
@@ -66,11 +66,11 @@ class Stage:
         self.story.append(told)
         self.trace.update(told.encode())
 
-    def mend(self, node: FakeNode) -> None:
+    def mend(self, node: Node) -> None:
         """Give a node whose certificate was revoked a new one."""
         row = self.ledger.row("node_certs", node.joined.serial)
         if row is not None and row["revoked_at"] is not None:
-            node.rejoin(self.registrar.join(node.node_id, generation=node.generation + 1))
+            node.rejoin()
             self.tell(f"{node.node_id} has joined anew, generation {node.generation}")
 
     def committed(self, client: str, heard: list[Notification]) -> None:

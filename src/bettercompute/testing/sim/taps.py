@@ -27,6 +27,8 @@ class FrameRules:
         """Nodes whose journal may be full: they refuse what they have credits for."""
         self._runs: dict[str, list[str]] = {}
         self._epochs: dict[str, int] = {}
+        self.told_events: dict[tuple[str, str], dict[int, str]] = {}
+        """Ids of the events that were said, by seq, of each node's journals."""
 
     def received(self, node_id: str, frame: messages.ServerFrame) -> None:
         """Judge what a node was told."""
@@ -43,6 +45,9 @@ class FrameRules:
         match frame.WhichOneof("frame"):
             case "update":
                 self._update(node_id, frame.update)
+            case "events":
+                told = self.told_events.setdefault((node_id, frame.events.journal_id), {})
+                told.update((event.seq, event.event_id) for event in frame.events.events)
             case "updates":
                 for update in frame.updates.updates:
                     self._update(node_id, update)

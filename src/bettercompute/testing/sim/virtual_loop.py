@@ -133,6 +133,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         step.handle = handle
         return handle
 
+    def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Do nothing: signals are the faults' matter."""
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        """Do nothing."""
+        del sig
+        return False
+
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Do at once what a thread would do, and tell its outcome when a disk would have."""
         del executor

@@ -10,7 +10,7 @@ from bettercompute.errors import BetterComputeError
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, pack_payload
 from bettercompute.store import commands
-from bettercompute.testing.sim.fake_node import ANSWERS
+from bettercompute.testing.sim.node import DURATIONS_S
 from bettercompute.testing.sim.stage import Stage
 
 NOT_AFTER_MS = (60_000, 600_000)
@@ -24,7 +24,7 @@ async def enqueue_for_ever(stage: Stage) -> None:
         node = stage.rng.choice(stage.nodes)
         command_id = stage.world.ids.uuid7()
         try:
-            await _enqueue(stage, node.node_id, command_id, kind=stage.rng.choice(sorted(ANSWERS)))
+            await _enqueue(stage, node.node_id, command_id, kind=stage.rng.choice(sorted(DURATIONS_S)))
         except BetterComputeError as error:
             stage.tell(f"{command_id} was not enqueued: {error.message}")
             continue

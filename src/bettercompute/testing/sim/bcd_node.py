@@ -1,0 +1,331 @@
+"""A node with the production daemon: agent, executor, identity and the SQLite journal, on a folder of its own.
+
+Only its handlers are played: they take their time and say that they began. A kill leaves the folder as it is; what the
+kernel would have let go (the lock) is let go here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from bettercompute.daemon.agent import Agent
+from bettercompute.daemon.config import Config
+from bettercompute.daemon.group_commit import Journal
+from bettercompute.daemon.handlers import Handler, HandlerCancelled, HandlerContext
+from bettercompute.daemon.identity import IdentityStore, Issued, Machine, Purpose
+from bettercompute.daemon.inventory.host import HostRoot
+from bettercompute.daemon.journal import DATABASE_NAME, JournalDatabase
+from bettercompute.daemon.journal_records import REFUSABLE, JournalFullError, JournalLimits, Write
+from bettercompute.daemon.node_round import CurrentConfig
+from bettercompute.daemon.node_round import NodeParts as DaemonParts
+from bettercompute.daemon.notify import SystemdNotifier
+from bettercompute.pki import certificates
+from bettercompute.protocol.kinds import KINDS
+from bettercompute.testing.sim.fleet import Joined
+from bettercompute.testing.sim.machine import SimulatedClock, make_world
+from bettercompute.testing.sim.node import DURATIONS_S, EVENT_TYPE, NodeParts
+from bettercompute.testing.sim.process import SimulatedProcess
+from bettercompute.testing.sim.taps import TappedConnection
+from bettercompute.transport.calls import Connection, DialTarget
+
+# Small, so that the bound is reached sometimes and copies are quick.
+LIMITS = JournalLimits(max_bytes=4 * 1024 * 1024, reserve_bytes=512 * 1024, ballast_bytes=64 * 1024)
+
+# As systemd does.
+RESTART_S = 10.0
+
+
+class FullableDisk(JournalDatabase):
+    """A journal whose disk may be full."""
+
+    def __init__(self, folder: Path, *, limits: JournalLimits, full: Callable[[], bool]) -> None:
+        super().__init__(folder, limits=limits)
+        self._full = full
+
+    def apply(self, writes: Sequence[Write]) -> None:
+        """Refuse what may be refused while the disk is full; the ballast makes room for the rest."""
+        if self._full() and (not writes or any(isinstance(write, REFUSABLE) for write in writes)):
+            raise JournalFullError("the disk is full", disk=True)
+        super().apply(writes)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedHandler:
+    """A command's effect: it begins, takes its time, and has happened."""
+
+    kind: str
+    began: Callable[[HandlerContext], None]
+
+    async def run(self, context: HandlerContext) -> bytes:
+        """Run to the end, or to the cancel."""
+        self.began(context)
+        try:
+            async with asyncio.timeout(DURATIONS_S[self.kind]):
+                await context.cancelled.wait()
+        except TimeoutError:
+            return KINDS[self.kind].result().SerializeToString()
+        raise HandlerCancelled
+
+
+@dataclass(slots=True)
+class BcdNode:
+    """One host with bcd."""
+
+    name: str
+    joined: Joined
+    parts: NodeParts
+    clock: SimulatedClock
+    generation: int = 1
+    starts: int = 0
+    boots: int = 1
+    disk_full: bool = False
+    process: SimulatedProcess | None = None
+    agent: Agent | None = None
+    _disk: FullableDisk | None = None
+    failure: str = ""
+    """Why the daemon ended by itself last."""
+
+    @classmethod
+    def make(cls, node_id: str, *, parts: NodeParts, clock: SimulatedClock) -> BcdNode:
+        """Join a node and put it on a disk of its own."""
+        node = cls(node_id, Joined(node_id, "", ()), parts, clock)
+        for path, content in (("proc/sys/kernel/random/boot_id", "boot-1\n"), ("etc/machine-id", f"{node_id}\n")):
+            file = node.root / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+        node.state_dir.mkdir(parents=True, exist_ok=True)
+        node._issue()
+        return node
+
+    @property
+    def node_id(self) -> str:
+        """Return the node."""
+        return self.joined.node_id
+
+    @property
+    def state_dir(self) -> Path:
+        """Return where the daemon keeps what it must not lose."""
+        return self.parts.folder / self.name / "state"
+
+    @property
+    def root(self) -> Path:
+        """Return the machine as its collectors see it."""
+        return self.parts.folder / self.name / "root"
+
+    @property
+    def live(self) -> bool:
+        """Return whether it has a session."""
+        round_ = None if self.agent is None else self.agent.round
+        return round_ is not None and round_.shell.outlook.state == "connected"
+
+    @property
+    def _state(self) -> Any:
+        round_ = None if self.agent is None else self.agent.round
+        return None if round_ is None or not hasattr(round_, "driver") else round_.driver.state
+
+    @property
+    def idle(self) -> bool:
+        """Return whether it owes nothing."""
+        state = self._state
+        return state is not None and not state.entries and state.acked_event_seq == state.last_event_seq
+
+    @property
+    def owed(self) -> str:
+        """Return what it waits for, in words."""
+        state = self._state
+        if state is None:
+            return "nothing: it does not run"
+        return f"commands {sorted(state.entries)}, events {state.acked_event_seq} to {state.last_event_seq}"
+
+    @property
+    def why(self) -> str:
+        """Return why it has no session, in words."""
+        round_ = None if self.agent is None else self.agent.round
+        return self.failure if round_ is None else str(round_.shell.outlook)
+
+    @property
+    def journal(self) -> tuple[str, int]:
+        """Return its journal's id and last event."""
+        state = self._state
+        return ("", 0) if state is None else (state.journal_id, state.last_event_seq)
+
+    def start(self) -> None:
+        """Start the daemon."""
+        self.starts += 1
+        process = self.process = self.parts.new_process(f"{self.name}#{self.starts}")
+        self.agent = process.run(self._agent, process)
+        process.spawn(self._run(self.agent))
+
+    async def _run(self, agent: Agent) -> None:
+        """Run it as its service manager does: again after a while when it ends."""
+        try:
+            await agent.run()
+        except Exception as error:  # noqa: BLE001 - told to whoever looks at this node
+            self.failure = f"{type(error).__name__}: {error}"
+        await asyncio.sleep(RESTART_S)
+        process = self.process
+        if process is not None and process.alive and self.agent is agent:
+            self.end()
+            self.start()
+
+    def _agent(self, process: SimulatedProcess) -> Agent:
+        rules = self.parts.rules
+
+        def began(context: HandlerContext) -> None:
+            if rules is not None:
+                rules.began(self.node_id, context.command_id, context.kind, who=process.name)
+
+        handlers: dict[str, Handler] = {kind: PlayedHandler(kind, began) for kind in DURATIONS_S}
+        parts = DaemonParts(
+            world=make_world(f"{self.parts.seed} {process.name}", clock=self.clock),
+            config=CurrentConfig(Config(state_dir=self.state_dir)),
+            environment={},
+            identities=IdentityStore(self.state_dir),
+            notifier=SystemdNotifier({}),
+            root=lambda: replace(HostRoot.live(), folder=self.root),
+            handlers=handlers,
+            dial=self._dial,
+        )
+        return Agent(
+            parts,
+            config_path=self.state_dir / "config.toml",
+            open_journal=functools.partial(Journal.open, limits=LIMITS, database=self._open_disk, in_thread=False),
+        )
+
+    def _open_disk(self, folder: Path, *, limits: JournalLimits) -> FullableDisk:
+        self._disk = FullableDisk(folder, limits=limits, full=lambda: self.disk_full)
+        return self._disk
+
+    async def _dial(self, target: DialTarget) -> Connection:
+        process, identity = self.process, target.identity
+        assert process is not None
+        assert identity is not None
+        chain = tuple(
+            certificate.public_bytes(Encoding.DER)
+            for certificate in x509.load_pem_x509_certificates(identity.certificate_chain_pem)
+        )
+        gateway = target.url.removeprefix("https://").partition(":")[0]
+        connection = await self.parts.network.dial(gateway, host=self.node_id, process=process, chain=chain)
+        if self.parts.rules is None:
+            return connection
+        return TappedConnection(connection, node_id=self.node_id, rules=self.parts.rules)
+
+    def end(self) -> None:
+        """Kill it for good."""
+        assert self.process is not None
+        self.process.kill()
+        self.agent = None
+        self._let_go()
+        self.parts.network.cut(process=self.process)
+
+    def _let_go(self) -> None:
+        """Let go what the kernel takes from a killed process, and leave its files as they are, log and all."""
+        (self.state_dir / "lock").unlink(missing_ok=True)
+        if self._disk is None:
+            return
+        files = {path: path.read_bytes() for path in self.state_dir.glob(f"{DATABASE_NAME}*")}
+        self._disk.close()
+        self._disk = None
+        for path in self.state_dir.glob(f"{DATABASE_NAME}*"):
+            path.unlink()
+        for path, content in files.items():
+            path.write_bytes(content)
+
+    def restart(self, *, reboot: bool) -> None:
+        """Kill it and start it again."""
+        self.end()
+        if reboot:
+            self.boots += 1
+            (self.root / "proc/sys/kernel/random/boot_id").write_text(f"boot-{self.boots}\n")
+        self.start()
+
+    def lose_journal(self) -> None:
+        """Come back with an empty journal."""
+        self.end()
+        for path in self.state_dir.glob(f"{DATABASE_NAME}*"):
+            path.unlink()
+        self.start()
+
+    def remember(self) -> None:
+        """Take a copy of the journal's files."""
+        copies = self._copies()
+        shutil.rmtree(copies, ignore_errors=True)
+        copies.mkdir()
+        for path in self.state_dir.glob(f"{DATABASE_NAME}*"):
+            shutil.copy2(path, copies / path.name)
+
+    def roll_back(self) -> bool:
+        """Put the copy in the place of the journal."""
+        copies = self._copies()
+        if not copies.is_dir():
+            return False
+        self.end()
+        for path in self.state_dir.glob(f"{DATABASE_NAME}*"):
+            path.unlink()
+        for path in copies.iterdir():
+            shutil.copy2(path, self.state_dir / path.name)
+        self.start()
+        return True
+
+    def _copies(self) -> Path:
+        return self.state_dir.with_name("copy")
+
+    def fill_disk(self, full: bool) -> bool:
+        """Fill the disk, or make room."""
+        self.disk_full = full
+        rules = self.parts.rules
+        if full and rules is not None:
+            rules.busy_expected.add(self.node_id)
+        return True
+
+    def clone(self, name: str) -> BcdNode:
+        """Start another machine with a copy of its disk."""
+        twin = BcdNode(name, self.joined, self.parts, self.clock, generation=self.generation, boots=self.boots)
+        shutil.copytree(self.root, twin.root)
+        shutil.copytree(
+            self.state_dir,
+            twin.state_dir,
+            symlinks=True,
+            ignore=lambda _, names: [name for name in names if name.endswith(".sock")],
+        )
+        twin.start()
+        return twin
+
+    def rejoin(self) -> None:
+        """Take a new identity."""
+        self.end()
+        self.generation += 1
+        self._issue()
+        self.start()
+
+    def _issue(self) -> None:
+        registrar = self.parts.registrar
+        store = IdentityStore(self.state_dir)
+        request = store.pending(Purpose.JOIN, label=f"generation {self.generation}")
+        public_key = certificates.check_csr(request.csr_der)
+        self.joined = registrar.join(self.name, generation=self.generation, public_key=public_key)
+        urls = tuple(f"https://{name}:443" for name in self.parts.gateways)
+        issued = Issued(
+            chain_der=self.joined.chain,
+            trust=registrar.trust(),
+            identity_generation=self.generation,
+            gateway_urls=urls,
+            server_time_ms=registrar.now_ms(),
+        )
+        store.install(Purpose.JOIN, request, issued, machine=Machine())
+
+    def record_event(self, payload_json: str) -> None:
+        """Let something happen."""
+        process, round_ = self.process, None if self.agent is None else self.agent.round
+        running = process is not None and process.alive and not process.paused
+        if process is not None and running and round_ is not None and hasattr(round_, "driver"):
+            process.run(round_.driver.record_event, EVENT_TYPE, payload_json)
