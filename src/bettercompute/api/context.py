@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from bettercompute.api.finished import FinishedFeed
+from bettercompute.pki.intent import IntentSigner
 from bettercompute.store import audit
 from bettercompute.store.database import Database, Queries
 from bettercompute.world import World
@@ -81,6 +82,8 @@ class ApiContext:
     provisioner: Provisioner
     trust_domain: str
     site: str
+    signer: IntentSigner | None = None
+    """Signs what is made here; None: the installation signs nothing."""
 
     async def record(
         self,

@@ -187,13 +187,15 @@ def _command(
         trust_domain=context.trust_domain,
         issued_by=wanted.asked_by,
     )
+    encoded = encode_message(body, limit=MAX_COMMAND_BODY_BYTES)
     return commands.NewCommand(
         command_id=command_id,
         node_id=node_id,
         kind=kind.name,
         lane=int(kind.lane),
         seq=seq,
-        body=encode_message(body, limit=MAX_COMMAND_BODY_BYTES),
+        body=encoded,
+        signature=context.signer.sign_command(encoded) if context.signer else None,
         created_by=wanted.asked_by,
         not_after_ms=not_after_ms,
         timeout_ms=timeout_ms,

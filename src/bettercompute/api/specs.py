@@ -246,7 +246,7 @@ def _composed(context: ApiContext, locked: LockedSpec, spec: messages.NodeSpec, 
         generation=next_generation(locked.generations),
         issued_at_ms=locked.now_ms,
     )
-    return compose(spec, before=locked.body, of=of)
+    return compose(spec, before=locked.body, of=of, signer=context.signer)
 
 
 def _stale(node_id: str, *, expected: int | None, found: int) -> Refused:

@@ -16,6 +16,7 @@ import structlog
 from bettercompute import telemetry
 from bettercompute.delivery.desired_state import NodeGenerations, next_generation, overtaken_by
 from bettercompute.delivery.spec_generations import Circumstances, compose
+from bettercompute.pki.intent import IntentSigner
 from bettercompute.store import outbox, specs
 from bettercompute.store.database import Database, Transaction
 from bettercompute.world import World
@@ -51,8 +52,9 @@ class NodeSpecController:
     name = NAME
     interval_ms = INTERVAL_MS
 
-    def __init__(self, database: Database, *, world: World) -> None:
+    def __init__(self, database: Database, *, world: World, signer: IntentSigner | None = None) -> None:
         self._database = database
+        self._signer = signer
         self._world = world
         self._after = ""
 
@@ -79,6 +81,7 @@ class NodeSpecController:
                 generation=planned.generation,
                 issued_at_ms=locked.now_ms,
             ),
+            signer=self._signer,
         )
         await specs.publish(
             transaction,

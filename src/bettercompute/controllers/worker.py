@@ -15,6 +15,7 @@ from bettercompute.controllers.node_spec import NodeSpecController
 from bettercompute.controllers.outbox import OutboxController
 from bettercompute.controllers.retention import DEFAULT_KEEP, Keep, RetentionController
 from bettercompute.errors import BetterComputeError
+from bettercompute.pki.intent import IntentSigner
 from bettercompute.store import channels
 from bettercompute.store.database import Database, DedicatedConnection
 from bettercompute.world import World
@@ -28,7 +29,15 @@ PROBE_S = 20.0
 class Worker:
     """All controllers, started and stopped together."""
 
-    def __init__(self, database: Database, *, world: World, holder: str, keep: Keep = DEFAULT_KEEP) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        world: World,
+        holder: str,
+        keep: Keep = DEFAULT_KEEP,
+        signer: IntentSigner | None = None,
+    ) -> None:
         """Put them together; `holder` names this process in what they leave behind."""
         self._database = database
         self._world = world
@@ -39,7 +48,7 @@ class Worker:
                 OutboxController(database),
                 ExpiryController(database, world=world),
                 LivenessController(database, world=world, holder=holder),
-                NodeSpecController(database, world=world),
+                NodeSpecController(database, world=world, signer=signer),
                 RetentionController(database, keep=keep),
             ],
             world=world,

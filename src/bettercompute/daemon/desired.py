@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,9 @@ from bettercompute.daemon.journal_records import PutDocument, Write
 from bettercompute.daemon.sections import Section, SectionFailed
 from bettercompute.delivery.desired_state import ASK_FOR_FULL, HeldSpec, Verdict, judge
 from bettercompute.delivery.spec_generations import SECTIONS, merged, spec_sha256
-from bettercompute.errors import BetterComputeError
+from bettercompute.errors import BetterComputeError, Refused
+from bettercompute.pki.intent import check_desired_state
+from bettercompute.pki.trust import CommandRoot
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import unknown_field_numbers
 from bettercompute.protocol.limits import MAX_SENTENCE_CHARS
@@ -86,12 +88,23 @@ class DesiredState:
             spec_sha256=self._body.spec_sha256,
         )
 
-    async def take(self, desired: messages.DesiredState) -> messages.SpecRequest | None:
-        """Judge a desired state and keep it; `run` brings it about. Return what to ask the gateway for, if anything."""
+    async def take(
+        self, desired: messages.DesiredState, *, roots: Sequence[CommandRoot] = ()
+    ) -> messages.SpecRequest | None:
+        """Judge a desired state and keep it; `run` brings it about. Return what to ask the gateway for, if anything.
+
+        With `roots` it must be signed under one of them.
+        """
         try:
             body = messages.DesiredStateBody.FromString(desired.body)
         except DecodeError:
             self._refuse(Verdict.UNREADABLE, 0)
+            return None
+        try:
+            check_desired_state(desired, body, roots=roots)
+        except Refused as refusal:
+            log.warning("a desired state is not what a worker signed", why=refusal.message)
+            self._refuse(Verdict.BAD_SIGNATURE, body.generation)
             return None
         verdict = self._judged(body)
         if verdict is Verdict.TAKE and body.HasField("patch"):

@@ -318,7 +318,7 @@ class NodeShell:
             self.driver.give(TrustHeld(newer.version, Authority.of(newer.content, approvers)))
 
     async def _apply_desired(self, desired: messages.DesiredState) -> None:
-        request = await self._parts.desired.take(desired)
+        request = await self._parts.desired.take(desired, roots=self.driver.state.authority.command_roots)
         self.spec_changed()
         if request is not None:
             self.send(messages.AgentFrame(spec_request=request))

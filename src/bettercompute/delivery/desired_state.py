@@ -90,6 +90,8 @@ class Verdict(StrEnum):
     """No generation at all, or one that no store can hold."""
     UNREADABLE = "unreadable"
     """Bytes that are no desired state."""
+    BAD_SIGNATURE = "bad-signature"
+    """Not signed, or not by a key under a root that this node was told."""
     HASH_MISMATCH = "hash-mismatch"
     """A patch that leads to another spec than its sender has: ask for the full one."""
 

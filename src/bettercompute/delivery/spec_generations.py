@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from bettercompute.pki.intent import IntentSigner
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import canonical_bytes, encode_message, unknown_field_numbers
 from bettercompute.protocol.limits import MAX_SPEC_BODY_BYTES
@@ -69,8 +70,14 @@ def _only_unknown(spec: messages.NodeSpec) -> messages.NodeSpec:
     return rest
 
 
-def compose(spec: messages.NodeSpec, *, before: messages.DesiredStateBody | None, of: Circumstances) -> NewGeneration:
-    """Return the bytes of a generation; `before` is the body that is stored now.
+def compose(
+    spec: messages.NodeSpec,
+    *,
+    before: messages.DesiredStateBody | None,
+    of: Circumstances,
+    signer: IntentSigner | None = None,
+) -> NewGeneration:
+    """Return the bytes of a generation, signed where there is a signer; `before` is the body that is stored now.
 
     Raises `ProtocolError` FRAME_TOO_LARGE for a spec over its bound.
     """
@@ -79,15 +86,28 @@ def compose(spec: messages.NodeSpec, *, before: messages.DesiredStateBody | None
     whole.full.CopyFrom(spec)
     body = encode_message(whole, limit=MAX_SPEC_BODY_BYTES)
     if before is None or len(changed) != 1 or changed[0] not in SECTIONS:
-        return NewGeneration(generation=of.generation, body=body, spec_sha256=whole.spec_sha256, changed=changed)
+        return NewGeneration(
+            generation=of.generation,
+            body=body,
+            signature=_signature(body, signer),
+            spec_sha256=whole.spec_sha256,
+            changed=changed,
+        )
+    patch = _patch(spec, section=changed[0], base_generation=before.generation, of=of)
     return NewGeneration(
         generation=of.generation,
         body=body,
+        signature=_signature(body, signer),
         spec_sha256=whole.spec_sha256,
         changed=changed,
         patch_base_generation=before.generation,
-        patch_body=_patch(spec, section=changed[0], base_generation=before.generation, of=of),
+        patch_body=patch,
+        patch_signature=_signature(patch, signer),
     )
+
+
+def _signature(body: bytes, signer: IntentSigner | None) -> bytes:
+    return b"" if signer is None else signer.sign_desired_state(body)
 
 
 def _body(spec: messages.NodeSpec, of: Circumstances) -> messages.DesiredStateBody:

@@ -28,6 +28,7 @@ from bettercompute.gateway.gateway import Gateway
 from bettercompute.gateway.metrics import GatewayMetrics
 from bettercompute.gateway.services import GatewayServices
 from bettercompute.pki import keyfiles
+from bettercompute.pki.intent import IntentSigner, make_signer
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.protocol.statuses import Reason
 from bettercompute.server.config import Config
@@ -185,7 +186,11 @@ async def _open_joining(
     folder = KeyFolder(config.pki_path)
     keys = load_service_keys(folder)
     advertised = advertised_url(config, folder, gateway_is_here=Role.GATEWAY in roles)
-    installation = Installation(trust_domain=config.pki.trust_domain, gateway_urls=(advertised,))
+    installation = Installation(
+        trust_domain=config.pki.trust_domain,
+        gateway_urls=(advertised,),
+        command_signing=config.pki.command_signing,
+    )
     database = await _open_database(stack, config, dsn, world)
     await publish_trust(database, keys=keys, installation=installation, world=world)
     service = JoinService(database, keys=keys, installation=installation, world=world)
@@ -218,11 +223,29 @@ def _start_internal(stack: contextlib.AsyncExitStack, config: Config, *, service
     return server.url
 
 
+def _signer(config: Config, *, world: World) -> IntentSigner | None:
+    """Return the signer of commands and specs; None where `pki.command_signing` is off."""
+    if not config.pki.command_signing:
+        return None
+    folder = KeyFolder(config.pki_path)
+    worker = folder.authority(keyfiles.WORKER)
+    return make_signer(
+        key=worker.key,
+        leaf=worker.certificate,
+        root=folder.certificate(keyfiles.COMMAND_ROOT),
+        now_ms=world.clock.now_ms(),
+    )
+
+
 def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database: Database, world: World) -> None:
     keep_ms = config.worker.command_retention_days * DAY_MS
     holder = f"worker-{world.ids.random_bytes(4).hex()}"
     worker = Worker(
-        database, world=world, holder=holder, keep=Keep(commands_ms=keep_ms, outbox_ms=keep_ms, events_ms=keep_ms)
+        database,
+        world=world,
+        holder=holder,
+        keep=Keep(commands_ms=keep_ms, outbox_ms=keep_ms, events_ms=keep_ms),
+        signer=_signer(config, world=world),
     )
     worker.start()
     stack.push_async_callback(worker.stop)
@@ -299,6 +322,7 @@ def _start_api(
         provisioner=ProvisionService(joining.database, keys=keys, installation=installation, world=world),
         trust_domain=config.pki.trust_domain,
         site=config.pki.site,
+        signer=_signer(config, world=world),
     )
     server = HttpServer(create_app(context), listener=listen(config.api.host, config.api.port, purpose="api"))
     finished.start()

@@ -74,6 +74,7 @@ class PkiSection(_Section):
     trust_domain: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,253}$")] = "bc.local"
     site: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "default"
     dir: str = ""
+    command_signing: bool = False
 
 
 class HealthSection(_Section):

@@ -27,7 +27,7 @@ from bettercompute.pki import certificates, keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.protocol.statuses import Reason, Status
 from bettercompute.server.app import ALL_ROLES, Running, control_plane
-from bettercompute.server.config import ApiSection, Config, GatewaySection
+from bettercompute.server.config import ApiSection, Config, GatewaySection, PkiSection
 from bettercompute.services import pki_setup
 from bettercompute.store import embedded, migrations
 from bettercompute.world import World
@@ -136,6 +136,7 @@ async def dev_stack(folder: Path, *, dsn: str, nodes: int, world: World) -> Asyn
         state_dir=str(folder),
         api=ApiSection(host="127.0.0.1", port=0),
         gateway=GatewaySection(name="dev", host="127.0.0.1", port=port, advertise_url=gateway_url),
+        pki=PkiSection(command_signing=True),
     )
     serving_ca = keys.certificate(keyfiles.SERVING_CA)
     async with (

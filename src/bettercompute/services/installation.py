@@ -23,6 +23,8 @@ class Installation:
 
     trust_domain: str
     gateway_urls: tuple[str, ...]
+    command_signing: bool = False
+    """Nodes are told the command-signing root, and then take only signed intent."""
     node_lifetime_ms: int = certificates.NODE_LIFETIME_MS
 
 
@@ -32,7 +34,7 @@ async def publish_trust(
     """Publish what the keys say; the version rises only when that differs from the bundle published last."""
     content = TrustContent(
         trust_domain=installation.trust_domain,
-        command_roots=(CommandRoot(certificate=keys.command_root),),
+        command_roots=(CommandRoot(certificate=keys.command_root),) if installation.command_signing else (),
         join_signing_keys=(keys.join_signing.public_key(),),
         join_encryption_keys=(keys.join_encryption.public_key(),),
         serving_ca_pins=(keys.serving_ca_pin,),
