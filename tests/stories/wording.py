@@ -220,6 +220,8 @@ def write(effect: effects.JournalWrite) -> str:
             return f"{command_id} taken up by {process_id}"
         case effects.StartCommand(command_id, boot_id, _, _):
             return f"{command_id} started under {boot_id}"
+        case effects.CountUnbatched(unbatched):
+            return f"{len(unbatched.at_ms)} without an approval this hour"
         case effects.FinishCommand(command_id, state, body, _):
             reason = messages.CommandUpdate.FromString(body).reason
             return f"{command_id} {state_name(state)}" + (f" ({reason})" if reason else "")

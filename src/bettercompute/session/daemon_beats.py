@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from bettercompute.delivery import events, journal_rules
 from bettercompute.protocol import messages
-from bettercompute.session import clock, daemon_commands, liveness
+from bettercompute.session import clock, daemon_answers, liveness
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import (
     DaemonEffect,
@@ -110,7 +110,7 @@ def _store_time(state: DaemonSession, *, now_ms: int) -> Outcome:
     )
     if gone:
         effects.append(ForgetCommands(gone))
-        state = daemon_commands.forgotten(state, gone)
+        state = daemon_answers.forgotten(state, gone)
     return replace(state, clock=clock.stored(state.clock, now_ms=now_ms)), tuple(effects)
 
 

@@ -7,7 +7,6 @@ trace. See docs/delivery.md, "At the daemon"; decisions 0051, 0104 and 0105.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from bettercompute.delivery import cancel, lanes
@@ -22,17 +21,14 @@ from bettercompute.protocol.frames import decode_message
 from bettercompute.protocol.kinds import KINDS, CommandKind, unpack_payload
 from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
 from bettercompute.protocol.versions import UPGRADE_KIND
-from bettercompute.session import authority, busy, clock, resume
+from bettercompute.session import authority, busy, clock, daemon_answers, resume
 from bettercompute.session.authority import CommandRefusal
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import (
     AcceptCommand,
     CountUnbatched,
     DaemonEffect,
-    FinishCommand,
     RememberCancelled,
-    ResendResult,
-    SendAgentFrame,
     StartCommand,
     StartHandler,
     StopHandler,
@@ -73,7 +69,7 @@ def delivered(state: DaemonSession, frame: messages.Command, *, now_ms: int) -> 
         )
     delivery = _Delivery(frame=frame, body=body, kind=KINDS.get(body.kind))
     if body.lane in state.lanes:
-        state = _with_lane(state, body.lane, lanes.received(state.lanes[body.lane]))
+        state = daemon_answers.with_lane(state, body.lane, lanes.received(state.lanes[body.lane]))
     server_time_ms = clock.session_time(state.clock, now_ms=now_ms)
     refusal = authority.judge_signature(frame, body, state.authority, server_time_ms=server_time_ms)
     if refusal is not None:
@@ -88,21 +84,25 @@ def delivered(state: DaemonSession, frame: messages.Command, *, now_ms: int) -> 
         kind=delivery.kind,
     )
     if met is AtDelivery.DONE and entry is not None:
-        return state, _stored_result(state, entry)
+        return state, daemon_answers.stored_result(state, entry)
     if met is AtDelivery.RUNNING and entry is not None:
-        return state, answer(state, _update(state, command_id, frame.attempt, entry.state, now_ms=now_ms))
+        return state, daemon_answers.answer(
+            state, daemon_answers.update_of(state, command_id, frame.attempt, entry.state, now_ms=now_ms)
+        )
     if met is AtDelivery.REFUSED_CANCELLED:
-        return state, answer(state, _cancelled_update(state, command_id, frame.attempt, now_ms=now_ms))
+        return state, daemon_answers.answer(
+            state, daemon_answers.cancelled_update(state, command_id, frame.attempt, now_ms=now_ms)
+        )
     unfit = _unfit(state, delivery, now_ms=now_ms)
     if unfit is not None:
         if entry is not None:
             return _finish_left(state, entry, frame.attempt, unfit, now_ms=now_ms)
         return _rejected(state, delivery, unfit.reason, unfit.message, now_ms=now_ms)
     if met is AtDelivery.FORGOTTEN_FAILS:
-        update = _update(state, command_id, frame.attempt, CommandState.FAILED, now_ms=now_ms)
+        update = daemon_answers.update_of(state, command_id, frame.attempt, CommandState.FAILED, now_ms=now_ms)
         update.reason = resume.JOURNAL_LOST
         update.message = "this journal does not know the command, which was seen running before; it is not run twice"
-        return state, answer(state, update)
+        return state, daemon_answers.answer(state, update)
     return _begin(state, delivery, entry, now_ms=now_ms)
 
 
@@ -154,14 +154,14 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
     else:
         keep = TakeUpCommand(body.command_id, frame.attempt, facts.process_id, serialized)
     state = replace(state, entries={**state.entries, body.command_id: started})
-    state = _with_lane(state, body.lane, lanes.held(state.lanes[body.lane], body.command_id))
-    update = _update(state, body.command_id, frame.attempt, CommandState.RUNNING, now_ms=now_ms)
+    state = daemon_answers.with_lane(state, body.lane, lanes.held(state.lanes[body.lane], body.command_id))
+    update = daemon_answers.update_of(state, body.command_id, frame.attempt, CommandState.RUNNING, now_ms=now_ms)
     update.started_at_ms = update.at_ms
     return state, (
         keep,
         *counted,
         StartCommand(body.command_id, facts.boot_id, facts.role, facts.daemon_version),
-        *answer(state, update),
+        *daemon_answers.answer(state, update),
         StartHandler(body.command_id, frame.attempt, body),
     )
 
@@ -190,11 +190,11 @@ def journal_refused(state: DaemonSession, command_id: str, *, now_ms: int) -> Ou
     if entry is None or entry.done:
         return state, ()
     entries = {other: kept for other, kept in state.entries.items() if other != command_id}
-    state = _let_go(replace(state, entries=entries, journal_full=True), entry)
-    update = _update(state, command_id, entry.attempt, CommandState.REJECTED, now_ms=now_ms)
+    state = daemon_answers.let_go(replace(state, entries=entries, journal_full=True), entry)
+    update = daemon_answers.update_of(state, command_id, entry.attempt, CommandState.REJECTED, now_ms=now_ms)
     update.reject_reason = messages.COMMAND_REJECT_REASON_BUSY
     update.message = f"{busy.WhyBusy.JOURNAL_FULL.value}: try again later"
-    return state, answer(state, update)
+    return state, daemon_answers.answer(state, update)
 
 
 def _unfit(state: DaemonSession, delivery: _Delivery, *, now_ms: int) -> CommandRefusal | None:
@@ -239,10 +239,12 @@ def _rejected(
     *,
     now_ms: int,
 ) -> Outcome:
-    update = _update(state, delivery.command_id, delivery.frame.attempt, CommandState.REJECTED, now_ms=now_ms)
+    update = daemon_answers.update_of(
+        state, delivery.command_id, delivery.frame.attempt, CommandState.REJECTED, now_ms=now_ms
+    )
     update.reject_reason = reason
     update.message = message
-    return state, answer(state, update)
+    return state, daemon_answers.answer(state, update)
 
 
 # Cancel
@@ -256,15 +258,15 @@ def cancelled(state: DaemonSession, frame: messages.Cancel, *, now_ms: int) -> O
     if action is DaemonCancel.STOP:
         return state, (StopHandler(command_id, frame.reason),)
     if action is DaemonCancel.RESEND and entry is not None:
-        return state, _stored_result(state, entry)
+        return state, daemon_answers.stored_result(state, entry)
     if action is DaemonCancel.FINISH and entry is not None:
-        update = _cancelled_update(state, command_id, entry.attempt, now_ms=now_ms)
+        update = daemon_answers.cancelled_update(state, command_id, entry.attempt, now_ms=now_ms)
         return _finished(state, entry, update)
-    update = _cancelled_update(state, command_id, 0, now_ms=now_ms)
+    update = daemon_answers.cancelled_update(state, command_id, 0, now_ms=now_ms)
     if action is DaemonCancel.ANSWER_CANCELLED or not command_id:
-        return state, answer(state, update)
+        return state, daemon_answers.answer(state, update)
     state = replace(state, cancelled={**state.cancelled, command_id: state.clock.mark_ms})
-    return state, (RememberCancelled(command_id, state.clock.mark_ms), *answer(state, update))
+    return state, (RememberCancelled(command_id, state.clock.mark_ms), *daemon_answers.answer(state, update))
 
 
 # Progress and end
@@ -275,12 +277,12 @@ def progressed(state: DaemonSession, given: HandlerProgressed, *, now_ms: int) -
     entry = state.entries.get(given.command_id)
     if entry is None or entry.done or state.phase is not Phase.LIVE:
         return state, ()
-    update = _update(state, given.command_id, entry.attempt, CommandState.RUNNING, now_ms=now_ms)
+    update = daemon_answers.update_of(state, given.command_id, entry.attempt, CommandState.RUNNING, now_ms=now_ms)
     if given.progress is not None:
         update.progress.CopyFrom(given.progress)
     if given.output is not None:
         update.output.CopyFrom(given.output)
-    return state, answer(state, update)
+    return state, daemon_answers.answer(state, update)
 
 
 def handler_finished(state: DaemonSession, given: HandlerFinished, *, now_ms: int) -> Outcome:
@@ -288,7 +290,7 @@ def handler_finished(state: DaemonSession, given: HandlerFinished, *, now_ms: in
     entry = state.entries.get(given.command_id)
     if entry is None or entry.done:
         return state, ()
-    update = _update(state, given.command_id, entry.attempt, given.state, now_ms=now_ms)
+    update = daemon_answers.update_of(state, given.command_id, entry.attempt, given.state, now_ms=now_ms)
     update.result = given.result
     update.reason = given.reason
     update.message = given.message
@@ -301,124 +303,12 @@ def _finish_left(
     state: DaemonSession, entry: JournalEntry, attempt: int, unfit: CommandRefusal, *, now_ms: int
 ) -> Outcome:
     """End an entry of an earlier process that must not run any more: it is in the journal, so its end is too."""
-    update = _update(state, entry.command_id, attempt, CommandState.FAILED, now_ms=now_ms)
+    update = daemon_answers.update_of(state, entry.command_id, attempt, CommandState.FAILED, now_ms=now_ms)
     update.reason = rejection_reason(unfit.reason)
     update.message = unfit.message
     return _finished(state, entry, update)
 
 
 def _finished(state: DaemonSession, entry: JournalEntry, update: messages.CommandUpdate) -> Outcome:
-    state, write = journal_end(state, entry, update)
-    return state, (write, *answer(state, update))
-
-
-def journal_end(
-    state: DaemonSession, entry: JournalEntry, update: messages.CommandUpdate
-) -> tuple[DaemonSession, FinishCommand]:
-    """Return the state in which a command is done, and the write of its terminal update."""
-    serialized = update.SerializeToString()
-    ended = CommandState(update.state)
-    mark_ms = state.clock.mark_ms
-    done = replace(entry, state=ended, update=serialized, done_mark_ms=mark_ms, command=b"")
-    state = _let_go(replace(state, entries={**state.entries, entry.command_id: done}), entry)
-    return state, FinishCommand(entry.command_id, ended, serialized, mark_ms)
-
-
-def owed_results(state: DaemonSession) -> tuple[DaemonEffect, ...]:
-    """Return the results that did not ride in this stream's Hello, oldest first: those past 1 MiB, and newer ones."""
-    owed = sorted(
-        (
-            entry
-            for entry in state.entries.values()
-            if entry.done and not entry.acked and entry.command_id not in state.hello_results
-        ),
-        key=lambda entry: entry.done_mark_ms,
-    )
-    return tuple(
-        SendAgentFrame(messages.AgentFrame(update=messages.CommandUpdate.FromString(entry.update))) for entry in owed
-    )
-
-
-# Answers
-
-
-def answer(state: DaemonSession, *updates: messages.CommandUpdate) -> tuple[DaemonEffect, ...]:
-    """Return the frame of updates: one frame for several where the gateway reads it.
-
-    Nothing while there is no session.
-    """
-    if state.phase is not Phase.LIVE or not updates:
-        return ()
-    if len(updates) > 1 and state.update_batches:
-        batch = messages.CommandUpdateBatch(updates=updates)
-        return (SendAgentFrame(messages.AgentFrame(updates=batch)),)
-    return tuple(SendAgentFrame(messages.AgentFrame(update=update)) for update in updates)
-
-
-def _stored_result(state: DaemonSession, entry: JournalEntry) -> tuple[DaemonEffect, ...]:
-    if entry.update:
-        return answer(state, messages.CommandUpdate.FromString(entry.update))
-    return (ResendResult(entry.command_id),)
-
-
-def _update(
-    state: DaemonSession, command_id: str, attempt: int, reached: CommandState, *, now_ms: int
-) -> messages.CommandUpdate:
-    confirmed = clock.confirmed_time(state.clock, now_ms=now_ms)
-    at_ms = clock.session_time(state.clock, now_ms=now_ms) if confirmed is None else confirmed
-    return messages.CommandUpdate(
-        command_id=command_id,
-        state=messages.CommandState.ValueType(reached),
-        attempt=attempt,
-        at_ms=at_ms,
-    )
-
-
-def end_update(
-    state: DaemonSession, entry: JournalEntry, reached: CommandState, *, reason: str, message: str, now_ms: int
-) -> messages.CommandUpdate:
-    """Return a terminal update that this daemon's own rules make, without a handler."""
-    update = _update(state, entry.command_id, entry.attempt, reached, now_ms=now_ms)
-    update.reason = reason
-    update.message = message
-    return update
-
-
-def _cancelled_update(state: DaemonSession, command_id: str, attempt: int, *, now_ms: int) -> messages.CommandUpdate:
-    update = _update(state, command_id, attempt, CommandState.CANCELLED, now_ms=now_ms)
-    update.reason = resume.CANCELLED
-    update.message = "cancelled before it began"
-    return update
-
-
-# State
-
-
-def acked(state: DaemonSession, command_ids: Iterable[str]) -> tuple[DaemonSession, tuple[str, ...]]:
-    """Return the state after the gateway stored these results, and those of them that the journal knows as done."""
-    known = tuple(name for name in command_ids if name in state.entries and state.entries[name].done)
-    if not known:
-        return state, ()
-    settled = {name: replace(state.entries[name], acked=True, update=b"") for name in known}
-    entries = {name: entry for name, entry in state.entries.items() if name not in settled}
-    return replace(state, entries=entries, settled={**state.settled, **settled}), known
-
-
-def forgotten(state: DaemonSession, command_ids: Iterable[str]) -> DaemonSession:
-    """Return the state without ids that have been kept long enough."""
-    gone = frozenset(command_ids)
-
-    def keep(held: Mapping[str, JournalEntry]) -> Mapping[str, JournalEntry]:
-        return {name: entry for name, entry in held.items() if name not in gone}
-
-    cancelled_ids = {name: mark for name, mark in state.cancelled.items() if name not in gone}
-    return replace(state, entries=keep(state.entries), settled=keep(state.settled), cancelled=cancelled_ids)
-
-
-def _let_go(state: DaemonSession, entry: JournalEntry) -> DaemonSession:
-    lane = state.lanes.get(entry.lane)
-    return state if lane is None else _with_lane(state, entry.lane, lanes.let_go(lane, entry.command_id))
-
-
-def _with_lane(state: DaemonSession, key: int, lane: lanes.DaemonLane) -> DaemonSession:
-    return replace(state, lanes={**state.lanes, key: lane})
+    state, write = daemon_answers.journal_end(state, entry, update)
+    return state, (write, *daemon_answers.answer(state, update))

@@ -3,7 +3,7 @@ through.
 
 One `DaemonSession` lives as long as the daemon's process: between streams it waits and keeps what it owes, on a
 stream it says Hello, judges Welcome (the barrier) and works. Nothing is decided here: the rules live in `hello`,
-`welcome`, `clock`, `daemon_commands`, `daemon_beats`, `resume`, `reconnect` and in `delivery`.
+`welcome`, `clock`, `daemon_commands`, `daemon_answers`, `daemon_beats`, `resume`, `reconnect` and in `delivery`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bettercompute.delivery.commands import CommandState
 from bettercompute.pki.quorum import Unbatched
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
-from bettercompute.session import clock, daemon_beats, daemon_commands, inputs, resume
+from bettercompute.session import clock, daemon_answers, daemon_beats, daemon_commands, inputs, resume
 from bettercompute.session.announcements import notice_text
 from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts, Phase
@@ -90,8 +90,8 @@ def start(
         if verdict not in _ENDS_AT_START:
             continue
         reached, reason, message = _ENDS_AT_START[verdict]
-        update = daemon_commands.end_update(state, entry, reached, reason=reason, message=message, now_ms=now_ms)
-        state, write = daemon_commands.journal_end(state, entry, update)
+        update = daemon_answers.end_update(state, entry, reached, reason=reason, message=message, now_ms=now_ms)
+        state, write = daemon_answers.journal_end(state, entry, update)
         effects.append(write)
     effects.append(WaitThenDial(0, Redial.NEW_CONNECTION, 0))
     return state, tuple(effects)
@@ -251,7 +251,7 @@ def _welcomed(state: DaemonSession, welcome: messages.Welcome, *, wall_ms: int, 
         return state, effects
     sections = tuple(welcome.request_sections)
     requested: tuple[DaemonEffect, ...] = (SendInventory(sections),) if sections else ()
-    results = daemon_commands.owed_results(state)
+    results = daemon_answers.owed_results(state)
     state, batch = daemon_beats.events_due(state)
     state, status = daemon_beats.report_status(state)
     return state, (*effects, *requested, *results, *batch, *status)
@@ -260,7 +260,7 @@ def _welcomed(state: DaemonSession, welcome: messages.Welcome, *, wall_ms: int, 
 def _acked(state: DaemonSession, ack: messages.Ack) -> Outcome:
     """Forget only what the gateway has committed; an ack of another journal's events says nothing here."""
     effects: list[DaemonEffect] = []
-    state, known = daemon_commands.acked(state, ack.command_ids)
+    state, known = daemon_answers.acked(state, ack.command_ids)
     if known:
         effects.append(AckCommands(known))
     seq = min(ack.acked_event_seq, state.last_event_seq)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bettercompute.daemon import executor as executor_module
+from bettercompute.daemon.config import Config as DaemonConfig
 from bettercompute.daemon.executor import Executor, ExecutorParts, Told
 from bettercompute.daemon.group_commit import Journal
 from bettercompute.daemon.handlers import HandlerContext, HandlerFailed
@@ -29,6 +30,7 @@ from tests.unit.daemon.journal_samples import SMALL
 @dataclass
 class Config:
     facts: FactSettings = field(default_factory=FactSettings)
+    value: DaemonConfig = field(default_factory=DaemonConfig)
 
 
 class Scripted:

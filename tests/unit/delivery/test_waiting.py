@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,12 @@ READY = WaitingFacts(
 HOLDERS = tuple(
     Holder(command_id=f"h{number}", kind="inventory.refresh", state=CommandState.RUNNING) for number in range(8)
 )
-AWAY = {"gateway_id": None, "gateway_live": False, "node_state": "disconnected", "node_state_reason": "stale"}
+AWAY: dict[str, Any] = {
+    "gateway_id": None,
+    "gateway_live": False,
+    "node_state": "disconnected",
+    "node_state_reason": "stale",
+}
 
 
 @pytest.mark.parametrize(

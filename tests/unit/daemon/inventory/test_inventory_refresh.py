@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bettercompute.daemon.config import Config as DaemonConfig
 from bettercompute.daemon.handlers import REGISTRY, HandlerCancelled, HandlerContext, HandlerFailed, ProgramOutcome
 from bettercompute.daemon.handlers.inventory_refresh import HANDLER, InventoryRefresh
 from bettercompute.daemon.inventory.canonical import SECTION_NAMES, CanonicalSection
@@ -28,6 +29,7 @@ from tests.unit.daemon.inventory.recorded import recorded_host
 @dataclass
 class Config:
     facts: FactSettings = field(default_factory=FactSettings)
+    value: DaemonConfig = field(default_factory=DaemonConfig)
 
 
 @dataclass
@@ -69,6 +71,9 @@ class FakeContext:
 
     def held_sections(self) -> Mapping[str, CanonicalSection]:
         return self.held
+
+    def unrepeatable_running(self) -> Sequence[str]:
+        return ()
 
     async def send_sections(self, changed: Mapping[str, CanonicalSection]) -> None:
         self.sent.update(changed)
