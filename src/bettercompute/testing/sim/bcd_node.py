@@ -88,6 +88,7 @@ class BcdNode:
     starts: int = 0
     boots: int = 1
     disk_full: bool = False
+    has_disk: bool = True
     process: SimulatedProcess | None = None
     agent: Agent | None = None
     _disk: FullableDisk | None = None
@@ -136,7 +137,16 @@ class BcdNode:
     def idle(self) -> bool:
         """Return whether it owes nothing."""
         state = self._state
-        return state is not None and not state.entries and state.acked_event_seq == state.last_event_seq
+        return state is not None and not self._owed_commands() and state.acked_event_seq == state.last_event_seq
+
+    def _owed_commands(self) -> list[str]:
+        """Return what runs, or has ended and is not acked. What an earlier process left waits to be sent again."""
+        state = self._state
+        return sorted(
+            entry.command_id
+            for entry in state.entries.values()
+            if not entry.acked and (entry.done or entry.process_id == state.facts.process_id)
+        )
 
     @property
     def owed(self) -> str:
@@ -144,7 +154,7 @@ class BcdNode:
         state = self._state
         if state is None:
             return "nothing: it does not run"
-        return f"commands {sorted(state.entries)}, events {state.acked_event_seq} to {state.last_event_seq}"
+        return f"commands {self._owed_commands()}, events {state.acked_event_seq} to {state.last_event_seq}"
 
     @property
     def why(self) -> str:
@@ -263,29 +273,25 @@ class BcdNode:
         for path in self.state_dir.glob(f"{DATABASE_NAME}*"):
             shutil.copy2(path, copies / path.name)
 
-    def roll_back(self) -> bool:
+    def roll_back(self) -> None:
         """Put the copy in the place of the journal."""
         copies = self._copies()
-        if not copies.is_dir():
-            return False
         self.end()
         for path in self.state_dir.glob(f"{DATABASE_NAME}*"):
             path.unlink()
         for path in copies.iterdir():
             shutil.copy2(path, self.state_dir / path.name)
         self.start()
-        return True
 
     def _copies(self) -> Path:
         return self.state_dir.with_name("copy")
 
-    def fill_disk(self, full: bool) -> bool:
+    def fill_disk(self, full: bool) -> None:
         """Fill the disk, or make room."""
         self.disk_full = full
         rules = self.parts.rules
         if full and rules is not None:
             rules.busy_expected.add(self.node_id)
-        return True
 
     def clone(self, name: str) -> BcdNode:
         """Start another machine with a copy of its disk."""

@@ -32,8 +32,7 @@ class FakeNode:
     process: SimulatedProcess | None = None
     daemon: FakeDaemon | None = None
     untried: list[str] = field(default_factory=list)
-    like: FakeDaemon | None = None
-    """The daemon that it is a clone of."""
+    has_disk: bool = False
 
     @property
     def node_id(self) -> str:
@@ -70,13 +69,10 @@ class FakeNode:
         return self.daemon.state.journal_id, self.daemon.events.last_seq
 
     def start(self) -> None:
-        """Start it; a clone has the same boot and the same journal."""
-        like = self.like
+        """Start it."""
         self.starts += 1
         process = self.process = self.parts.new_process(f"{self.node_id}#{self.starts}")
         world = make_world(f"{self.parts.seed} {process.name}", clock=self.clock)
-        boot_id = "" if like is None else like.state.facts.boot_id
-        journal_id = "" if like is None else like.state.journal_id
 
         def make() -> FakeDaemon:
             return FakeDaemon(
@@ -84,8 +80,6 @@ class FakeNode:
                 dial=self._dial,
                 world=world,
                 levers=Levers(answers=dict(ANSWERS)),
-                boot_id=boot_id,
-                journal_id=journal_id,
             )
 
         daemon = self.daemon = process.run(make)
@@ -125,23 +119,20 @@ class FakeNode:
         self.process.run(self.daemon.lose_journal)
 
     def remember(self) -> None:
-        """Do nothing: its journal is memory."""
+        """Refuse: its journal is memory."""
+        raise NotImplementedError
 
-    def roll_back(self) -> bool:
-        """Do nothing."""
-        return False
+    def roll_back(self) -> None:
+        """Refuse."""
+        raise NotImplementedError
 
-    def fill_disk(self, full: bool) -> bool:
-        """Do nothing."""
-        del full
-        return False
+    def fill_disk(self, full: bool) -> None:
+        """Refuse."""
+        raise NotImplementedError
 
     def clone(self, name: str) -> FakeNode:
-        """Start another machine with the same identity, boot and journal."""
-        del name
-        twin = FakeNode(self.joined, self.parts, self.clock, starts=1_000 * self.starts + 1_000, like=self.daemon)
-        twin.start()
-        return twin
+        """Refuse: a twin without its journal would be no twin."""
+        raise NotImplementedError
 
     def rejoin(self) -> None:
         """Take a new identity and dial again."""

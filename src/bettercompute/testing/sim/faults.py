@@ -131,20 +131,25 @@ async def journal_lost(stage: Stage, for_s: float) -> None:
 
 async def journal_rollback(stage: Stage, for_s: float) -> None:
     """Restore a node's disk as it was a while before."""
-    node = stage.rng.choice(stage.nodes)
+    node = _with_disk(stage)
+    if node is None:
+        return
     node.remember()
     await asyncio.sleep(for_s)
-    if node.roll_back():
-        stage.tell(f"{node.node_id} is rolled back to its disk of {for_s:.1f} s ago")
+    stage.tell(f"{node.node_id} is rolled back to its disk of {for_s:.1f} s ago")
+    stage.frames.copied_disk(node.node_id)
+    node.roll_back()
 
 
 async def disk_full(stage: Stage, for_s: float) -> None:
     """Fill a node's disk."""
-    node = stage.rng.choice(stage.nodes)
-    if node.fill_disk(True):
-        stage.tell(f"the disk of {node.node_id} is full, for {for_s:.1f} s")
-        await asyncio.sleep(for_s)
-        node.fill_disk(False)
+    node = _with_disk(stage)
+    if node is None:
+        return
+    stage.tell(f"the disk of {node.node_id} is full, for {for_s:.1f} s")
+    node.fill_disk(True)
+    await asyncio.sleep(for_s)
+    node.fill_disk(False)
 
 
 async def partition(stage: Stage, for_s: float) -> None:
@@ -264,11 +269,15 @@ async def database_clock_step(stage: Stage, for_s: float) -> None:
 
 async def clone(stage: Stage, for_s: float) -> None:
     """Run a copy of a node's disk beside it; whoever is revoked joins anew."""
-    node = stage.rng.choice(stage.nodes)
+    node = _with_disk(stage)
+    if node is None:
+        return
     stage.tell(f"{node.node_id} is cloned, for {for_s:.1f} s")
     twin = node.clone(f"{node.node_id}-clone{stage.faults['clone']}")
+    stage.frames.copied_disk(node.node_id)
     await asyncio.sleep(for_s)
     twin.end()
+    stage.frames.copied_disk(node.node_id)
     stage.mend(node)
 
 
@@ -286,6 +295,12 @@ async def revocation(stage: Stage, for_s: float) -> None:
         return
     await asyncio.sleep(for_s)
     stage.mend(node)
+
+
+def _with_disk(stage: Stage) -> Node | None:
+    """Draw a node whose journal is on a disk."""
+    having = [node for node in stage.nodes if node.has_disk]
+    return stage.rng.choice(having) if having else None
 
 
 def _gateway(stage: Stage) -> GatewayHost | None:

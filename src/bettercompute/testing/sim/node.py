@@ -48,6 +48,9 @@ class Node(Protocol):
     generation: int
     process: SimulatedProcess | None
 
+    has_disk: bool
+    """Whether its journal outlives its process: only such a one can be copied, rolled back and filled."""
+
     @property
     def node_id(self) -> str:
         """Return its id."""
@@ -98,12 +101,12 @@ class Node(Protocol):
         """Take a copy of its disk."""
         ...
 
-    def roll_back(self) -> bool:
-        """Kill it, put the copy of its disk in place, start it; False: there is no copy."""
+    def roll_back(self) -> None:
+        """Kill it, put the copy of its disk in place, start it."""
         ...
 
-    def fill_disk(self, full: bool) -> bool:
-        """Fill its disk, or make room; False: it has none."""
+    def fill_disk(self, full: bool) -> None:
+        """Fill its disk, or make room."""
         ...
 
     def clone(self, name: str) -> Node:

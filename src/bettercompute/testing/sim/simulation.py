@@ -132,7 +132,7 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Stage:
     operator_process = cluster.new_process("operator")
     kept = ledger.Ledger()
     verdict = Verdict(server.now_ms)
-    frames = FrameRules(kept, verdict)
+    frames = FrameRules(kept, verdict, monotonic_ms=world.clock.monotonic_ms)
     registrar = Registrar(server, world=world)
     stage = Stage(
         scenario=scenario,
@@ -255,7 +255,9 @@ async def _settle(stage: Stage) -> float | None:
 async def _bury(stage: Stage) -> None:
     """Put every process away, so that nothing of this run is left in the memory of the next."""
     stage.server.weather.down = True
+    for running in stage.running_faults:
+        running.cancel()
     tasks = [task for process in stage.cluster.processes for task in process.bury()]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(600):
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, *stage.running_faults, return_exceptions=True)

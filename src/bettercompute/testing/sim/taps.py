@@ -5,7 +5,7 @@ The tap sees a frame when the node does: an ack that was overtaken by nothing mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS
@@ -19,13 +19,20 @@ from bettercompute.transport.memory import MemoryConnection
 class FrameRules:
     """Judges the frames of all nodes."""
 
-    def __init__(self, ledger: Ledger, verdict: Verdict) -> None:
+    def __init__(self, ledger: Ledger, verdict: Verdict, *, monotonic_ms: Callable[[], int]) -> None:
         self.frames = 0
+        self._monotonic_ms = monotonic_ms
         self._ledger = ledger
         self._verdict = verdict
         self.busy_expected: set[str] = set()
         """Nodes whose journal may be full: they refuse what they have credits for."""
-        self._runs: dict[str, list[str]] = {}
+        self.copied: dict[str, int] = {}
+        """When a node last ran from a copy of its disk, by node."""
+        self.excused = 0
+        """Second runs that nobody could have prevented."""
+        self._runs: dict[str, list[tuple[str, int]]] = {}
+        self._unseen: dict[str, bool] = {}
+        """Of each command as it was last delivered: whether nothing of it was stored then."""
         self._epochs: dict[str, int] = {}
         self.told_events: dict[tuple[str, str], dict[int, str]] = {}
         """Ids of the events that were said, by seq, of each node's journals."""
@@ -36,6 +43,9 @@ class FrameRules:
         match frame.WhichOneof("frame"):
             case "welcome":
                 self._welcome(node_id, frame.welcome)
+            case "command":
+                body = messages.CommandBody.FromString(frame.command.body)
+                self._unseen[body.command_id] = not frame.command.seen
             case "ack":
                 self._ack(node_id, frame.ack)
 
@@ -52,13 +62,23 @@ class FrameRules:
                 for update in frame.updates.updates:
                     self._update(node_id, update)
 
+    def copied_disk(self, node_id: str) -> None:
+        """Note that a node runs from a copy of its disk from now on."""
+        self.copied[node_id] = self._monotonic_ms()
+
     def began(self, node_id: str, command_id: str, kind: str, *, who: str) -> None:
         """Note that a command's effect began at a node; `who` names the process."""
         runs = self._runs.setdefault(command_id, [])
-        runs.append(who)
-        if len(runs) > 1 and not KINDS[kind].retry_safe:
-            text = f"{command_id} ({kind}) began {len(runs)} times at {node_id}: {', '.join(runs)}"
-            self._verdict.broken("a command runs at most once unless retry-safe", text)
+        runs.append((who, self._monotonic_ms()))
+        if len(runs) == 1 or KINDS[kind].retry_safe:
+            return
+        # A copy of a disk from between a Hello and its Welcome is a state that a sound node can be in: where nothing
+        # that was said since has become durable, nobody can tell that it is old.
+        if self._unseen.get(command_id) and self.copied.get(node_id, -1) >= runs[-2][1]:
+            self.excused += 1
+            return
+        text = f"{command_id} ({kind}) began {len(runs)} times at {node_id}: {runs}"
+        self._verdict.broken("a command runs at most once unless retry-safe", text)
 
     def _welcome(self, node_id: str, welcome: messages.Welcome) -> None:
         last = self._epochs.get(node_id, 0)
