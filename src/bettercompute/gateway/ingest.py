@@ -82,6 +82,9 @@ class Ingest:
         self._bytes: dict[FactOwner, int] = {}
         self._total_bytes = 0
         self._by_node: dict[str, int] = {}
+        # Owners of facts that were not written. What they queued behind those must not overtake them: their sessions
+        # end, and the daemons say all of it again.
+        self._failed: set[FactOwner] = set()
         self._woken = asyncio.Event()
         self._progress = asyncio.Event()
 
@@ -162,19 +165,25 @@ class Ingest:
             self._bytes[offering.owner] = left
         else:
             self._bytes.pop(offering.owner, None)
+            self._failed.discard(offering.owner)
 
     def _tell_failed(self, batch: Sequence[Offering], message: str) -> None:
         self._metrics.facts_failed.inc(len(batch))
         for offering in batch:
+            self._failed.add(offering.owner)
             offering.owner.give(FactsFailed(message))
 
     async def _commit_or_bisect(self, batch: list[Offering]) -> None:
+        batch = [offering for offering in batch if offering.owner not in self._failed]
+        if not batch:
+            return
         try:
             acks = await self._commit(batch)
         except StatementFailed as error:
             if len(batch) == 1:
                 log.warning("poisoned facts", node_id=batch[0].owner.node_id, error=str(error))
                 self._metrics.facts_poisoned.inc()
+                self._failed.add(batch[0].owner)
                 batch[0].owner.give(FactsPoisoned(error.message))
                 return
             middle = len(batch) // 2

@@ -124,6 +124,23 @@ async def test_a_database_that_stays_away_ends_the_session_unavailable(rig, gate
     assert acked(daemon) == []
 
 
+async def test_nothing_overtakes_facts_that_were_not_written(rig, gate, monkeypatch):
+    monkeypatch.setattr(ingest, "KEEP_MS", 0)
+    daemon = await running(rig, "node-a", "c1")
+    daemon.update("c1", messages.COMMAND_STATE_SUCCEEDED, attempt=1)
+    await asyncio.wait_for(gate.reached.wait(), 10)
+    event = messages.Event(seq=1, event_id="e1", type="t", at_ms=1, payload_json="{}")
+    daemon.send(messages.AgentFrame(events=messages.EventBatch(journal_id="journal-1", events=[event])))
+    queue = rig.gateway.life._ingest
+    await rig.until(lambda: queue._by_node.get("node-a") == 2)
+    gate.failures = [Unavailable("away")]
+    gate.open.set()
+    assert (await daemon.end())[0] == Status.UNAVAILABLE
+    await rig.until(lambda: not queue.pending("node-a"))
+    assert not await rig.database.query("SELECT 1 FROM node_events")
+    assert not queue._failed
+
+
 async def test_a_bug_in_writing_ends_sessions_but_not_the_writer(rig, gate):
     gate.open.set()
     gate.failures = [ValueError("a bug")]
