@@ -129,7 +129,8 @@ async def test_nothing_overtakes_facts_that_were_not_written(rig, gate, monkeypa
     daemon = await running(rig, "node-a", "c1")
     daemon.update("c1", messages.COMMAND_STATE_SUCCEEDED, attempt=1)
     await asyncio.wait_for(gate.reached.wait(), 10)
-    event = messages.Event(seq=1, event_id="e1", type="t", at_ms=1, payload_json="{}")
+    event_id = rig.world.ids.uuid7()
+    event = messages.Event(seq=1, event_id=event_id, type="daemon.started", at_ms=1_700_000_000_000)
     daemon.send(messages.AgentFrame(events=messages.EventBatch(journal_id="journal-1", events=[event])))
     queue = rig.gateway.life._ingest
     await rig.until(lambda: queue._by_node.get("node-a") == 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
@@ -55,6 +56,32 @@ class Registrar:
 
     def join(self, node_id: str, *, generation: int = 1, public_key: EllipticCurvePublicKey | None = None) -> Joined:
         """Issue an identity and record it; a later generation takes the place of the one before."""
+        joined = self._issue(node_id, public_key=public_key)
+        self._record(joined, generation=generation)
+        return joined
+
+    def join_many(self, node_ids: Sequence[str]) -> list[Joined]:
+        """Issue the first identity of many nodes and record all of them at once."""
+        joined = [self._issue(node_id, public_key=None) for node_id in node_ids]
+        columns = ([one.node_id for one in joined], [one.serial for one in joined])
+        query = self._server.query
+        query(
+            "INSERT INTO nodes (node_id, site, role, attestor)"
+            " SELECT id, 'default', 'node', 'join-token' FROM unnest($1::text[]) AS id",
+            columns[0],
+        )
+        query("INSERT INTO node_sessions (node_id) SELECT unnest($1::text[])", columns[0])
+        query(
+            "INSERT INTO node_certs (serial, node_id, identity_generation, csr_sha256, chain, not_before, not_after)"
+            " SELECT serial, id, 1, sha256(serial::bytea), '', compute_now() - interval '1 hour',"
+            " compute_now() + $3 * interval '1 millisecond' FROM unnest($1::text[], $2::text[]) AS u (id, serial)",
+            *columns,
+            DAYS_365_MS,
+        )
+        self._server.script("ANALYZE nodes, node_sessions, node_certs")
+        return joined
+
+    def _issue(self, node_id: str, *, public_key: EllipticCurvePublicKey | None) -> Joined:
         serial = self._world.ids.random_bytes(16)
         leaf = certificates.make_node_leaf(
             self.authority,
@@ -63,11 +90,8 @@ class Registrar:
             serial=serial,
             now_ms=self.now_ms(),
         )
-        joined = Joined(
-            node_id, certificates.serial_text(leaf), (self._der(leaf), self._der(self.authority.certificate))
-        )
-        self._record(joined, generation=generation)
-        return joined
+        chain = (self._der(leaf), self._der(self.authority.certificate))
+        return Joined(node_id, certificates.serial_text(leaf), chain)
 
     @staticmethod
     def _der(certificate: Certificate) -> bytes:
