@@ -13,7 +13,11 @@ BENCHES := gateway_streams commands events journal bcd_idle herd
 # Test processes: one per core.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help setup demo test test-long check format golden proto bench docs lock clean
+# What `make sim` runs: one seed or a range (1..200), a scenario's name or file.
+SEED ?= 1
+SCENARIO ?= all
+
+.PHONY: help setup demo test test-long sim check format golden proto bench docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +47,9 @@ test: $(VENV)/.dev  ## all tests but the exhaustive ones, in under 8 minutes on 
 
 test-long: $(VENV)/.dev  ## the exhaustive runs
 	$(BIN)/python -m pytest -n $(JOBS) -m long --timeout 3600
+
+sim: $(VENV)/.dev  ## simulate seeded faults on virtual time: SEED=7 or SEED=1..200, SCENARIO=name or file.toml
+	$(BIN)/better-compute sim run --seed $(SEED) --scenario $(SCENARIO)
 
 check: $(VENV)/.dev  ## lint, types, import contracts, protocol lint and breaking changes
 	$(BIN)/python -m pytest -q -p no:cacheprovider -n 0 tests/tidy

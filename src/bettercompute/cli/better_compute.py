@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import bettercompute
-from bettercompute.cli import commands, database, events, gateways, nodes, pki, spec, tokens
+from bettercompute.cli import commands, database, events, gateways, nodes, pki, sim, spec, tokens
 from bettercompute.cli.dev import dev
 from bettercompute.cli.serve import serve
 
@@ -28,6 +28,7 @@ app.command("dev")(dev)
 app.command("serve")(serve)
 app.add_typer(database.app, name="db")
 app.add_typer(pki.app, name="pki")
+app.add_typer(sim.app, name="sim")
 
 
 def _version(wanted: bool) -> None:
