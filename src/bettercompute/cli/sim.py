@@ -146,7 +146,8 @@ def _show(outcome: Outcome, *, json: bool) -> None:
     output.console.print(
         f"seed {outcome.seed}: {'broken' if outcome.violations else 'sound'}; {outcome.virtual_s:.0f} virtual s, "
         f"{outcome.faults_total} faults, {outcome.commands} commands, {outcome.events} events, "
-        f"{outcome.frames} frames, {outcome.statements} statements; settled {settled}; trace {outcome.trace[:16]}; {outcome.real_s:.1f} s",
+        f"{outcome.frames} frames, {outcome.statements} statements; settled {settled}; "
+        f"trace {outcome.trace[:16]}; {outcome.real_s:.1f} s",
         markup=False,
     )
     if outcome.violations:

@@ -30,6 +30,8 @@ class FrameRules:
         """When a node last ran from a copy of its disk, by node."""
         self.excused = 0
         """Second runs that nobody could have prevented."""
+        self._settled: dict[str, set[str]] = {}
+        """What each node's present stream has accounted for: said in its Hello, or delivered since."""
         self._runs: dict[str, list[tuple[str, int]]] = {}
         self._unseen: dict[str, bool] = {}
         """Of each command as it was last delivered: whether nothing of it was stored then."""
@@ -44,8 +46,7 @@ class FrameRules:
             case "welcome":
                 self._welcome(node_id, frame.welcome)
             case "command":
-                body = messages.CommandBody.FromString(frame.command.body)
-                self._unseen[body.command_id] = not frame.command.seen
+                self._command(node_id, frame.command)
             case "ack":
                 self._ack(node_id, frame.ack)
 
@@ -53,6 +54,10 @@ class FrameRules:
         """Judge what a node says."""
         self.frames += 1
         match frame.WhichOneof("frame"):
+            case "hello":
+                hello = frame.hello
+                done = (*hello.done_ids, *(update.command_id for update in hello.done_results))
+                self._settled[node_id] = {*hello.running_command_ids, *done}
             case "update":
                 self._update(node_id, frame.update)
             case "events":
@@ -90,6 +95,15 @@ class FrameRules:
             text = f"{node_id} was welcomed at {welcome.epoch}, the row says {session}"
             self._verdict.broken("no welcome before it is durable", text)
 
+    def _command(self, node_id: str, command: messages.Command) -> None:
+        command_id = messages.CommandBody.FromString(command.body).command_id
+        self._unseen[command_id] = not command.seen
+        settled = self._settled.setdefault(node_id, set())
+        if command_id in settled:
+            text = f"{command_id} was sent to {node_id}, which had said on this stream that it has it"
+            self._verdict.broken("a command is sent once a stream", text)
+        settled.add(command_id)
+
     def _ack(self, node_id: str, ack: messages.Ack) -> None:
         if ack.acked_event_seq:
             self._acked(node_id, ack.journal_id, ack.acked_event_seq)
@@ -108,6 +122,8 @@ class FrameRules:
 
     def _update(self, node_id: str, update: messages.CommandUpdate) -> None:
         busy = update.reject_reason == messages.COMMAND_REJECT_REASON_BUSY
+        if busy:
+            self._settled.setdefault(node_id, set()).discard(update.command_id)
         if update.state == messages.COMMAND_STATE_REJECTED and busy and node_id not in self.busy_expected:
             self._verdict.broken("credits are never exceeded", f"{node_id} had no credit left for {update.command_id}")
 
