@@ -6,7 +6,7 @@ from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import bettercompute
-from bettercompute.api import commands, events, gateways, nodes, problems, specs, tokens, waiting
+from bettercompute.api import batches, commands, events, gateways, nodes, problems, specs, tokens, waiting
 from bettercompute.api.auth import Principal, authenticate
 from bettercompute.api.bounds import Bounds
 from bettercompute.api.context import ApiContext, Context
@@ -44,6 +44,7 @@ def create_app(context: ApiContext) -> FastAPI:
         redoc_url=None,
     )
     app.state.context = context
+    app.state.batches = batches.BatchBoard(context)
 
     async def admit(authorization: str) -> Principal:
         return await authenticate(context.database, authorization)
@@ -57,6 +58,7 @@ def create_app(context: ApiContext) -> FastAPI:
         waiting.router,
         events.router,
         commands.router,
+        batches.router,
         tokens.router,
         gateways.router,
     ):

@@ -46,6 +46,13 @@ async def authenticate(queries: Queries, authorization: str) -> Principal:
     found = await api_tokens.find(queries, sha256=token_sha256(token.strip()))
     if found is None:
         raise refuse(Reason.UNAUTHENTICATED, "this token is not known")
+    if found.label_scope is not None:
+        # Kept by the table for what is to come. Until every route asks for it, such a token opens nothing.
+        raise refuse(
+            Reason.ACCESS_DENIED,
+            f"the token of {found.name} is for nodes with certain labels only, which this version does not tell apart: "
+            "use one without a label scope",
+        )
     return Principal(name=found.name, role=Role[found.role.upper()])
 
 

@@ -54,7 +54,7 @@ def needs_principal(path: str) -> bool:
 
 def body_bytes_max(method: str, path: str) -> int:
     """Return how large this request's body may be."""
-    if (method, path) == ("POST", "/v1/commands"):
+    if method == "POST" and path in {"/v1/commands", "/v1/commands/preview"}:
         return RUN_BODY_BYTES_MAX
     if method in {"PUT", "PATCH"} and path.startswith("/v1/nodes/") and path.endswith("/spec"):
         return SPEC_BODY_BYTES_MAX

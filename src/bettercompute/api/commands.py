@@ -1,4 +1,4 @@
-"""`/v1/commands` and `/v1/batches`: have something done, and see or await what becomes of it."""
+"""`/v1/commands`: have something done, and see what becomes of it. `batches` awaits it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from fastapi import APIRouter, Depends, Header, Query
 from pydantic import BaseModel, Field, StringConstraints
 
 from bettercompute import telemetry
+from bettercompute.api import payloads
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
-from bettercompute.api.enqueue import BATCH_NODES_MAX, Wanted, enqueue
-from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page, command_state
+from bettercompute.api.enqueue import Wanted, enqueue, kind_named
+from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page, SelectorText, command_state
 from bettercompute.api.shapes import CommandShape, command_shape
 from bettercompute.api.storable import Body, Id, JsonObject, Text
-from bettercompute.delivery.commands import TERMINAL
-from bettercompute.errors import Refused
+from bettercompute.api.targets import BATCH_NODES_MAX, Targets, choose
+from bettercompute.delivery import selectors
 from bettercompute.protocol.limits import MAX_BIGINT, MAX_NOT_AFTER_MS, MAX_TIMEOUT_MS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import commands, controller_runs, nodes
 
 NOT_AFTER_MS = 24 * 3_600_000
-# Longer than proxies keep a silent request.
-WAIT_MS_MAX = 30_000
+# Each is looked up by itself for its newest commands.
+SELECTED_NODES_MAX = 500
 
 IdempotencyKey = Annotated[Id, StringConstraints(max_length=255)]
 
@@ -31,12 +32,15 @@ router = APIRouter(prefix="/v1", tags=["commands"])
 
 
 class RunRequest(Body):
-    """Run a kind on named nodes, or on all."""
+    """Run a kind on named nodes, on those that a selector means, or on all."""
 
     kind: Text
     payload: JsonObject = Field(default_factory=dict)
     nodes: Annotated[list[Id], Field(max_length=BATCH_NODES_MAX)] | None = None
+    selector: SelectorText | None = None
     all: bool = False
+    batch_id: Id | None = None
+    """Add to this batch, which the same caller began with the same kind: how a run proceeds step by step."""
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None
     not_after_ms: Annotated[int, Field(ge=1, le=MAX_NOT_AFTER_MS)] = NOT_AFTER_MS
 
@@ -88,22 +92,18 @@ class CancelAnswer(BaseModel):
     state: str
 
 
-class BatchItem(BaseModel):
-    """How one command of a batch stands."""
+class Asked(BaseModel):
+    """A node that would be asked."""
 
-    id: str
     node_id: str
     state: str
-    reason: str
-    message: str
 
 
-class Batch(BaseModel):
-    """How a batch stands."""
+class Preview(BaseModel):
+    """Who would be asked, had it been a run."""
 
-    batch_id: str
-    open: int
-    items: list[BatchItem]
+    kind: str
+    nodes: list[Asked]
 
 
 @router.post("/commands", status_code=201)
@@ -114,18 +114,39 @@ async def run(
     idempotency_key: Annotated[IdempotencyKey | None, Header()] = None,
 ) -> RunAnswer:
     """Enqueue a command for each node."""
-    if request.all == bool(request.nodes):
-        raise refuse(Reason.BAD_REQUEST, "name the nodes in `nodes`, or set `all`; one of the two")
     wanted = Wanted(
         kind=request.kind,
         payload=request.payload,
-        node_ids=None if request.all else request.nodes,
+        targets=_targets(request),
         timeout_ms=request.timeout_ms,
         not_after_in_ms=request.not_after_ms,
         asked_by=caller.name,
         idempotency_key=idempotency_key,
+        batch_id=request.batch_id,
     )
     return RunAnswer(**await enqueue(context, wanted))
+
+
+@router.post("/commands/preview")
+async def preview(
+    request: RunRequest, context: Context, _: Annotated[Principal, Depends(require(Role.OPERATOR))]
+) -> Preview:
+    """Check a run and say which nodes would be asked, without asking them."""
+    kind = kind_named(request.kind)
+    payloads.read(kind, request.payload)
+    chosen = await choose(context.database, kind, _targets(request))
+    return Preview(kind=kind.name, nodes=[Asked(node_id=node.node_id, state=node.state) for node in chosen])
+
+
+def _targets(request: RunRequest) -> Targets:
+    if (request.all, bool(request.nodes), request.selector is not None).count(True) != 1:
+        raise refuse(
+            Reason.BAD_REQUEST, "name the nodes in `nodes`, select them by `selector`, or set `all`; one of the three"
+        )
+    return Targets(
+        node_ids=request.nodes or None,
+        requirements=() if request.selector is None else selectors.parse(request.selector),
+    )
 
 
 @router.get("/commands")
@@ -138,14 +159,19 @@ async def list_commands(
     kind: Text | None = None,
     state: Text | None = None,
     batch_id: Id | None = None,
+    selector: SelectorText | None = None,
 ) -> Page[CommandShape]:
     """List commands, the newest first; those of one batch in the order in which they were made."""
+    if selector is not None and (node_id is not None or batch_id is not None):
+        raise refuse(Reason.BAD_REQUEST, "a selector goes with neither node_id nor batch_id: leave one of them out")
     if node_id is not None and await nodes.get(context.database, node_id=node_id) is None:
         raise refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")
     states = None if state is None else [command_state(state)]
     if batch_id is not None:
         if not await commands.list_batch(context.database, batch_id=batch_id, page_size=1):
-            raise _no_batch(batch_id)
+            raise refuse(
+                Reason.NOT_FOUND, f"no batch {batch_id}: `commands list` shows the latest commands with theirs"
+            )
         page = await commands.list_batch(
             context.database,
             batch_id=batch_id,
@@ -160,7 +186,7 @@ async def list_commands(
             context.database,
             before=after or commands.NEWEST,
             page_size=limit,
-            node_id=node_id,
+            node_ids=[node_id] if node_id is not None else await _selected(context, selector),
             kind=kind,
             states=states,
         )
@@ -169,6 +195,18 @@ async def list_commands(
         items=[command_shape(command, now_ms=now_ms) for command in page],
         next=page[-1].command_id if len(page) == limit else None,
     )
+
+
+async def _selected(context: ApiContext, selector: str | None) -> list[str] | None:
+    if selector is None:
+        return None
+    chosen = await nodes.choose(context.database, selectors.parse(selector), page_size=SELECTED_NODES_MAX + 1)
+    if len(chosen) > SELECTED_NODES_MAX:
+        raise refuse(
+            Reason.BAD_REQUEST,
+            f"the selector means more than {SELECTED_NODES_MAX} nodes: select fewer, or list the commands of a batch",
+        )
+    return [node.node_id for node in chosen]
 
 
 @router.get("/commands/{command_id}")
@@ -237,45 +275,3 @@ async def cancel(
     command = await commands.get(context.database, command_id=command_id)
     assert command is not None, "the transaction saw it"
     return CancelAnswer(id=command_id, outcome=outcome.value, state=command.state.name.lower())
-
-
-@router.get("/batches/{batch_id}")
-async def get_batch(
-    batch_id: Id,
-    context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
-    wait_ms: Annotated[int, Query(ge=0, le=WAIT_MS_MAX, description="Wait this long for news.")] = 0,
-    open_: Annotated[
-        int | None,
-        Query(alias="open", ge=0, le=BATCH_NODES_MAX, description="How many were open when last asked: fewer is news."),
-    ] = None,
-) -> Batch:
-    """Return how each command of a run stands, at once or as soon as one more of them has ended."""
-    deadline_ms = context.world.clock.monotonic_ms() + wait_ms
-    while True:
-        batch = await _batch(context, batch_id)
-        left_ms = deadline_ms - context.world.clock.monotonic_ms()
-        if left_ms <= 0 or batch.open == 0 or open_ is None or batch.open < open_:
-            return batch
-        await context.finished.wait(timeout_s=left_ms / 1000)
-
-
-def _no_batch(batch_id: str) -> Refused:
-    return refuse(Reason.NOT_FOUND, f"no batch {batch_id}: `commands list` shows the latest commands with theirs")
-
-
-async def _batch(context: ApiContext, batch_id: str) -> Batch:
-    rows = await commands.states_of_batch(context.database, batch_id=batch_id)
-    if not rows:
-        raise _no_batch(batch_id)
-    items = [
-        BatchItem(
-            id=row.command_id,
-            node_id=row.node_id,
-            state=row.state.name.lower(),
-            reason=row.reason,
-            message=row.message,
-        )
-        for row in rows
-    ]
-    return Batch(batch_id=batch_id, open=sum(row.state not in TERMINAL for row in rows), items=items)

@@ -4,41 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bettercompute.api import payloads
 from bettercompute.api.context import ApiContext
 from bettercompute.api.invalid import shown
-from bettercompute.pki.identity import role_of
+from bettercompute.api.targets import Targets, choose
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import encode_message
 from bettercompute.protocol.kinds import KINDS, CommandKind, pack_payload
 from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.store import commands, controller_runs, idempotency, nodes
-from bettercompute.store.nodes import Node
+from bettercompute.store import commands, controller_runs, idempotency
+from bettercompute.store.database import Transaction
 
-# One transaction holds them all; a larger fleet is run in several batches.
-BATCH_NODES_MAX = 20_000
 BATCH_BYTES_MAX = 256 << 20
-PAGE_ROWS = 1_000
 CONNECTED = "connected"
 INSERT_ROWS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A run as asked for. `node_ids` None: every node whose role can run the kind."""
+    """A run as asked for. With `batch_id` it adds to a batch that the same caller began."""
 
     kind: str
     payload: Mapping[str, Any]
-    node_ids: Sequence[str] | None
+    targets: Targets
     timeout_ms: int | None
     not_after_in_ms: int
     asked_by: str
     idempotency_key: str | None
+    batch_id: str | None = None
 
 
 async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
@@ -47,13 +45,9 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
     Raises `Refused` for an unknown kind, a payload that the kind does not take, an unknown node, or a node whose role
     cannot run the kind.
     """
-    kind = KINDS.get(wanted.kind)
-    if kind is None:
-        raise refuse(
-            Reason.BAD_REQUEST, f"kind {shown(wanted.kind)} is not known; there are {', '.join(sorted(KINDS))}"
-        )
+    kind = kind_named(wanted.kind)
     payload = payloads.read(kind, wanted.payload)
-    targets = await _nodes(context, kind, wanted.node_ids)
+    targets = await choose(context.database, kind, wanted.targets)
     node_ids = [node.node_id for node in targets]
     _check_size(payload, nodes_count=len(node_ids))
     timeout_ms = wanted.timeout_ms or kind.timeout_ms
@@ -66,7 +60,9 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
                 return dict(before)
         now_ms = await controller_runs.now_ms(transaction)
         seqs = await commands.draw_seqs(transaction, count=len(node_ids))
-        batch_id = context.world.ids.uuid7()
+        if wanted.batch_id is not None:
+            await _check_batch(transaction, kind, wanted, wanted.batch_id)
+        batch_id = wanted.batch_id or context.world.ids.uuid7()
         made = [
             _command(
                 context,
@@ -104,6 +100,14 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
     return answer
 
 
+def kind_named(name: str) -> CommandKind:
+    """Return the kind, or refuse a name that no kind has."""
+    kind = KINDS.get(name)
+    if kind is None:
+        raise refuse(Reason.BAD_REQUEST, f"kind {shown(name)} is not known; there are {', '.join(sorted(KINDS))}")
+    return kind
+
+
 def _check_size(payload: messages.ProtoMessage, *, nodes_count: int) -> None:
     batch_bytes = payload.ByteSize() * nodes_count
     if batch_bytes > BATCH_BYTES_MAX:
@@ -114,50 +118,16 @@ def _check_size(payload: messages.ProtoMessage, *, nodes_count: int) -> None:
         )
 
 
-async def _nodes(context: ApiContext, kind: CommandKind, node_ids: Sequence[str] | None) -> list[Node]:
-    if node_ids is None:
-        return await _every_node(context, kind)
-    wanted = sorted(set(node_ids))
-    if len(wanted) > BATCH_NODES_MAX:
-        raise refuse(Reason.BAD_REQUEST, f"{len(wanted)} nodes: one run takes at most {BATCH_NODES_MAX}")
-    found = await nodes.get_many(context.database, node_ids=wanted)
-    unknown = sorted(set(wanted) - {node.node_id for node in found})
-    if unknown:
-        more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+async def _check_batch(transaction: Transaction, kind: CommandKind, wanted: Wanted, batch_id: str) -> None:
+    """Refuse to add to a batch that is not there, is another's, or is of another kind."""
+    begun = await commands.list_batch(transaction, batch_id=batch_id, page_size=1)
+    if not begun:
+        raise refuse(Reason.NOT_FOUND, f"no batch {shown(batch_id)} to add to: begin one without batch_id")
+    if (begun[0].created_by, begun[0].kind) != (wanted.asked_by, kind.name):
         raise refuse(
-            Reason.NOT_FOUND, f"no node {', '.join(unknown[:10])}{more}: `nodes list` shows the ones there are"
+            Reason.CONFLICT,
+            f"batch {batch_id} is {begun[0].kind} of {begun[0].created_by}: only its maker adds to it, and that kind",
         )
-    roles = _roles(kind)
-    for node in found:
-        if node.role not in roles:
-            raise refuse(
-                Reason.BAD_REQUEST,
-                f"{node.node_id} has the role {node.role}; {kind.name} runs on {', '.join(sorted(roles))}",
-            )
-    return found
-
-
-def _roles(kind: CommandKind) -> set[str]:
-    return {name for role in kind.roles if (name := role_of(role)) is not None}
-
-
-async def _every_node(context: ApiContext, kind: CommandKind) -> list[Node]:
-    roles = _roles(kind)
-    found: list[Node] = []
-    after = ""
-    while True:
-        page = await nodes.list_page(context.database, after=after, page_size=PAGE_ROWS)
-        found += [node for node in page if node.role in roles]
-        if len(found) > BATCH_NODES_MAX:
-            raise refuse(
-                Reason.BAD_REQUEST, f"the fleet has more than {BATCH_NODES_MAX} nodes: name them in several runs"
-            )
-        if len(page) < PAGE_ROWS:
-            break
-        after = page[-1].node_id
-    if not found:
-        raise refuse(Reason.NOT_FOUND, "there is no node to run it on")
-    return found
 
 
 def _command(
@@ -208,7 +178,9 @@ def _digest(wanted: Wanted) -> bytes:
     request = [
         wanted.kind,
         dict(wanted.payload),
-        None if wanted.node_ids is None else sorted(set(wanted.node_ids)),
+        None if wanted.targets.node_ids is None else sorted(set(wanted.targets.node_ids)),
+        [repr(requirement) for requirement in wanted.targets.requirements],
+        wanted.batch_id,
         wanted.timeout_ms,
         wanted.not_after_in_ms,
     ]

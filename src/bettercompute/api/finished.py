@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -25,6 +26,7 @@ class FinishedFeed:
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
         self._hints = {channel: asyncio.Event() for channel in (channels.FINISHED, channels.STREAM)}
+        self._hearers: list[Callable[[frozenset[str] | None], None]] = []
         self.subscribers = 0
         """Who follows the events; counted by them."""
         self._task: asyncio.Task[None] | None = None
@@ -46,7 +48,14 @@ class FinishedFeed:
             async with asyncio.timeout(max(0.0, min(timeout_s, POLL_S))):
                 await self._hints[channel].wait()
 
-    def _wake(self, channel: str, _: str) -> None:
+    def on_finished(self, hear: Callable[[frozenset[str] | None], None]) -> None:
+        """Call `hear` with the ids of commands that have ended, before those who wait are woken; None: any may have."""
+        self._hearers.append(hear)
+
+    def _wake(self, channel: str, payload: str) -> None:
+        if channel == channels.FINISHED:
+            for hear in self._hearers:
+                hear(channels.names(payload))
         self._hints[channel].set()
         self._hints[channel] = asyncio.Event()
 
@@ -57,6 +66,8 @@ class FinishedFeed:
                 try:
                     for channel in self._hints:
                         await connection.listen(channel, partial(self._wake, channel))
+                    # What was said while nobody listened.
+                    self._wake(channels.FINISHED, channels.ANY)
                     await connection.lost.wait()
                 finally:
                     await connection.close()

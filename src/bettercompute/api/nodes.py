@@ -12,10 +12,13 @@ from pydantic import BaseModel, Field
 
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
-from bettercompute.api.paging import PAGE_ROWS, AfterNode, Limit, Page
-from bettercompute.api.shapes import NodeDetail, NodeShape, node_detail, node_fields
+from bettercompute.api.paging import PAGE_ROWS, AfterNode, Limit, Page, SelectorText
+from bettercompute.api.shapes import Label, NodeDetail, NodeShape, labels_of, node_detail, node_fields
 from bettercompute.api.storable import Body, Id, Storable, Text
+from bettercompute.delivery import selectors
+from bettercompute.delivery.selectors import Requirement, check_label, check_label_key
 from bettercompute.pki.identity import check_role, check_site
+from bettercompute.protocol.limits import MAX_LABELS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import conditions, controller_runs, inventory, nodes
 
@@ -44,6 +47,20 @@ class ProvisionAnswer(BaseModel):
     identity: dict[str, Any]
 
 
+class LabelsRequest(Body):
+    """What is to change; labels that are not named stay."""
+
+    set: Annotated[dict[Text, Text], Field(max_length=MAX_LABELS)] = Field(default_factory=dict)
+    remove: Annotated[list[Text], Field(max_length=MAX_LABELS)] = Field(default_factory=list)
+
+
+class LabelsAnswer(BaseModel):
+    """A node's labels as they are now."""
+
+    node_id: str
+    labels: list[Label]
+
+
 @router.get("")
 async def list_nodes(
     context: Context,
@@ -53,16 +70,21 @@ async def list_nodes(
     site: Text | None = None,
     role: Text | None = None,
     state: Literal["joined", "connected", "disconnected", "unreachable"] | None = None,
+    selector: SelectorText | None = None,
 ) -> Page[NodeShape]:
     """List nodes in the order of their ids."""
-    page = await nodes.list_page(
-        context.database,
-        after=after or "",
-        page_size=limit,
-        site=None if site is None else check_site(site),
-        role=None if role is None else check_role(role),
-        state=state,
-    )
+    requirements = [
+        Requirement(key=key, values=(value,))
+        for key, value in {
+            "site": None if site is None else check_site(site),
+            "role": None if role is None else check_role(role),
+            "state": state,
+        }.items()
+        if value is not None
+    ]
+    if selector is not None:
+        requirements += selectors.parse(selector)
+    page = await nodes.list_page(context.database, after=after or "", page_size=limit, requirements=requirements)
     now_ms = await controller_runs.now_ms(context.database)
     return Page(
         items=[NodeShape(**node_fields(node, now_ms=now_ms)) for node in page],
@@ -80,6 +102,39 @@ async def get_node(node_id: Id, context: Context, _: Annotated[Principal, Depend
     sections = await inventory.read(context.database, node_ids=[node_id])
     now_ms = await controller_runs.now_ms(context.database)
     return node_detail(node, conditions=held, sections=sections.get(node_id, {}), now_ms=now_ms)
+
+
+@router.patch("/{node_id}/labels")
+async def change_labels(
+    node_id: Id,
+    request: LabelsRequest,
+    context: Context,
+    caller: Annotated[Principal, Depends(require(Role.OPERATOR))],
+) -> LabelsAnswer:
+    """Set and remove labels of a node. What the control plane says of it (`bc.dev/...`) is not for operators to say."""
+    for key, value in request.set.items():
+        check_label(key, value)
+    for key in request.remove:
+        check_label_key(key)
+    both = sorted(request.set.keys() & set(request.remove))
+    if both:
+        raise refuse(Reason.BAD_REQUEST, f"label {both[0]} is both set and removed: decide for one")
+    async with context.database.transaction() as transaction:
+        if not await nodes.lock_session(transaction, node_id=node_id):
+            raise refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")
+        await nodes.change_labels(
+            transaction, node_id=node_id, source=nodes.OPERATOR, wanted=request.set, removed=request.remove
+        )
+        await context.record(
+            transaction,
+            actor=caller.name,
+            action="node.label",
+            target=f"node/{node_id}",
+            details={"set": request.set, "removed": sorted(request.remove)},
+        )
+        node = await nodes.get(transaction, node_id=node_id)
+    assert node is not None, "its session's row is locked"
+    return LabelsAnswer(node_id=node_id, labels=labels_of(node))
 
 
 @router.post("/{node_id}/provision")

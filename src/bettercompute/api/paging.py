@@ -6,11 +6,12 @@ import re
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import Query
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator, BaseModel, StringConstraints
 
 from bettercompute.api.invalid import shown
-from bettercompute.api.storable import Id
+from bettercompute.api.storable import Id, Storable
 from bettercompute.delivery.commands import CommandState
+from bettercompute.delivery.selectors import SELECTOR_CHARACTERS_MAX
 from bettercompute.pki.identity import is_name
 from bettercompute.protocol.statuses import Reason, refuse
 
@@ -34,6 +35,13 @@ def _check_after_node(text: str) -> str:
         raise ValueError(_NO_CURSOR)
     return text
 
+
+SelectorText = Annotated[
+    str,
+    StringConstraints(max_length=SELECTOR_CHARACTERS_MAX),
+    Storable,
+    Query(description="Which nodes: gpu=h100,site!=x; also in (a,b), notin (a,b), key, !key."),
+]
 
 _AFTER = Query(description="`next` of the page before.")
 AfterId = Annotated[Annotated[Id, AfterValidator(_check_after_id)] | None, _AFTER]

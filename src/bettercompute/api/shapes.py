@@ -176,11 +176,15 @@ class GatewayDetail(GatewayShape):
     """It has seen that it is to drain: nobody comes in any more."""
 
 
+def labels_of(node: Node) -> list[Label]:
+    """Return what the control plane says of a node, and what operators say."""
+    labels = [Label(key=key, value=value, source="system") for key, value in node.system_labels.items()]
+    return labels + [Label(key=key, value=value, source="operator") for key, value in node.operator_labels.items()]
+
+
 def node_fields(node: Node, *, now_ms: int) -> dict[str, Any]:
     """Return the fields of a `NodeShape`."""
     session = node.session
-    labels = [Label(key=key, value=value, source="system") for key, value in node.system_labels.items()]
-    labels += [Label(key=key, value=value, source="operator") for key, value in node.operator_labels.items()]
     return {
         "node_id": node.node_id,
         "site": node.site,
@@ -193,7 +197,7 @@ def node_fields(node: Node, *, now_ms: int) -> dict[str, Any]:
         "spec_generation": node.spec_generation,
         "observed_generation": node.observed_generation,
         "applied_generation": node.applied_generation,
-        "labels": labels,
+        "labels": labels_of(node),
         "session": SessionShape(
             gateway_id=session.gateway_id,
             session_id=session.session_id,

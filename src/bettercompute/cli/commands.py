@@ -107,10 +107,12 @@ def wait_for_batch(client: ApiClient, made: dict[str, Any], *, quiet: bool) -> l
     """Return each command as it ended, or as it stands when its deadlines have passed and the node did not answer."""
     waiting = {command["id"]: command["node_id"] for command in made["commands"]}
     give_up_at = time.monotonic() + made["gives_up_after_ms"] / 1000 + GRACE_S
+    cursor = None
     with _Progress(len(waiting), kind=made["kind"], quiet=quiet) as advance:
         while waiting and (left_s := give_up_at - time.monotonic()) > 0:
             wait_ms = max(0, min(WAIT_MS, int(left_s * 1000)))
-            batch = client.get(path_of("batches", made["batch_id"]), wait_ms=wait_ms, open=len(waiting))
+            batch = client.get(path_of("batches", made["batch_id"]), wait_ms=wait_ms, since=cursor)
+            cursor = batch["cursor"]
             for command in batch["items"]:
                 if command["id"] in waiting and command["state"] in TERMINAL:
                     advance(waiting.pop(command["id"]), command["state"])

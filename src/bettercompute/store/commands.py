@@ -170,17 +170,17 @@ async def list_page(
     *,
     before: str = NEWEST,
     page_size: int,
-    node_id: str | None = None,
+    node_ids: Sequence[str] | None = None,
     kind: str | None = None,
     states: Sequence[CommandState] | None = None,
 ) -> list[Command]:
-    """Return the next older commands before the id `before`, newest first."""
+    """Return the next older commands before the id `before`, newest first; None: of any node."""
     wanted: dict[str, Any] = {"before": before, "page_size": page_size, "kind": kind}
     wanted["states"] = None if states is None else [int(state) for state in states]
-    if node_id is None:
+    if node_ids is None:
         rows = await queries.fetch("commands.list", **wanted)
     else:
-        rows = await queries.fetch("commands.list_of_node", node_id=node_id, **wanted)
+        rows = await queries.fetch("commands.list_of_nodes", node_ids=list(node_ids), **wanted)
     return [_command(row) for row in rows]
 
 
@@ -212,9 +212,9 @@ async def states(queries: Queries, *, command_ids: Sequence[str]) -> list[StateO
     return [_state(row) for row in await queries.fetch("commands.states", command_ids=list(command_ids))]
 
 
-async def states_of_batch(queries: Queries, *, batch_id: str) -> list[StateOf]:
-    """Return where the commands of a batch are, by id."""
-    return [_state(row) for row in await queries.fetch("commands.states_of_batch", batch_id=batch_id)]
+async def states_of_batch(queries: Queries, *, batch_id: str, after: str = "") -> list[StateOf]:
+    """Return where the commands of a batch after the id `after` are, by id."""
+    return [_state(row) for row in await queries.fetch("commands.states_of_batch", batch_id=batch_id, after=after)]
 
 
 def _state(row: Row) -> StateOf:

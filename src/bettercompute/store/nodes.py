@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bettercompute.delivery.selectors import Requirement, Source
 from bettercompute.protocol.limits import MAX_LABELS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import json_columns
 from bettercompute.store.database import Queries, Row, Transaction
 
-SYSTEM = "system"
-OPERATOR = "operator"
+SYSTEM = Source.SYSTEM.value
+OPERATOR = Source.OPERATOR.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,15 @@ class Node:
     session: NodeSession
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A node as far as somebody must know it who wants to run something on it."""
+
+    node_id: str
+    role: str
+    state: str
+
+
 async def lock_session(transaction: Transaction, *, node_id: str) -> bool:
     """Lock the node's session row, as Hello does, by a statement of its own; return whether there is one."""
     return await transaction.fetch_one("nodes.lock_session", node_id=node_id) is not None
@@ -115,34 +126,42 @@ async def get_many(queries: Queries, *, node_ids: Sequence[str]) -> list[Node]:
     return [_node(row) for row in await queries.fetch("nodes.get", node_ids=list(node_ids))]
 
 
-async def existing(queries: Queries, *, node_ids: Sequence[str]) -> list[str]:
-    """Return those of the named ids that are nodes."""
-    return [str(row["node_id"]) for row in await queries.fetch("nodes.existing", node_ids=list(node_ids))]
+async def existing(queries: Queries, *, node_ids: Sequence[str]) -> list[Chosen]:
+    """Return those of the named ids that are nodes, by id."""
+    return [_chosen(row) for row in await queries.fetch("nodes.existing", node_ids=list(node_ids))]
+
+
+async def choose(
+    queries: Queries, requirements: Sequence[Requirement], *, after: str = "", page_size: int
+) -> list[Chosen]:
+    """Return the next nodes after the id `after` that meet every requirement, by node id.
+
+    Where one of them asks for a label of one value, only the nodes with that label are looked at.
+    """
+    arguments: dict[str, Any] = {
+        "after": after,
+        "page_size": page_size,
+        "keys": [item.key for item in requirements],
+        "sources": [item.source.value for item in requirements],
+        "value_sets": [None if item.values is None else json.dumps(item.values) for item in requirements],
+        "negations": [item.negated for item in requirements],
+    }
+    for item in requirements:
+        if item.source is not Source.FIELD and not item.negated and item.values is not None and len(item.values) == 1:
+            label = {"label_key": item.key, "label_value": item.values[0], "label_source": item.source.value}
+            rows = await queries.fetch("nodes.choose_labelled", **arguments, **label)
+            break
+    else:
+        rows = await queries.fetch("nodes.choose", **arguments)
+    return [_chosen(row) for row in rows]
 
 
 async def list_page(
-    queries: Queries,
-    *,
-    after: str = "",
-    page_size: int,
-    site: str | None = None,
-    role: str | None = None,
-    state: str | None = None,
-    labels: Mapping[str, str] | None = None,
+    queries: Queries, *, after: str = "", page_size: int, requirements: Sequence[Requirement] = ()
 ) -> list[Node]:
-    """Return the next nodes after the id `after`; the last one's id is where the next page goes on."""
-    wanted = labels or {}
-    rows = await queries.fetch(
-        "nodes.list",
-        after=after,
-        page_size=page_size,
-        site=site,
-        role=role,
-        state=state,
-        label_keys=list(wanted.keys()),
-        label_values=list(wanted.values()),
-    )
-    return [_node(row) for row in rows]
+    """Return the next nodes after the id `after` whole; the last one's id is where the next page goes on."""
+    chosen = await choose(queries, requirements, after=after, page_size=page_size)
+    return await get_many(queries, node_ids=[node.node_id for node in chosen])
 
 
 async def state_counts(queries: Queries) -> Mapping[str, int]:
@@ -167,6 +186,10 @@ async def change_labels(
             Reason.BAD_REQUEST,
             f"node {node_id} would have {row['labels']} labels, {MAX_LABELS} is the limit: remove some first",
         )
+
+
+def _chosen(row: Row) -> Chosen:
+    return Chosen(node_id=row["node_id"], role=row["role"], state=row["state"])
 
 
 def _node(row: Row) -> Node:

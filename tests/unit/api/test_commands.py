@@ -55,8 +55,12 @@ async def test_the_same_idempotency_key_acts_once(clients: Clients, two_nodes) -
     ("request_json", "status", "says"),
     [
         ({"kind": "nope", "nodes": ["n1"]}, 400, "'nope' is not known"),
-        ({"kind": "inventory.refresh"}, 400, "one of the two"),
-        ({"kind": "inventory.refresh", "all": True, "nodes": ["n1"]}, 400, "one of the two"),
+        ({"kind": "inventory.refresh"}, 400, "one of the three"),
+        ({"kind": "inventory.refresh", "all": True, "nodes": ["n1"]}, 400, "one of the three"),
+        ({"kind": "inventory.refresh", "selector": "a=1", "nodes": ["n1"]}, 400, "one of the three"),
+        ({"kind": "inventory.refresh", "selector": "a=1,"}, 400, "selector, character 5: a label's key is expected"),
+        ({"kind": "inventory.refresh", "selector": "a=1"}, 404, "no node that matches the selector"),
+        ({"kind": "inventory.refresh", "nodes": ["n1"], "batch_id": "x"}, 404, "no batch 'x' to add to"),
         ({"kind": "inventory.refresh", "nodes": ["n1", "n9"]}, 404, "no node n9"),
         ({"kind": "inventory.refresh", "nodes": ["n1"], "payload": {"sectons": []}}, 400, "its fields are: sections"),
         ({"kind": "inventory.refresh", "nodes": ["n1"], "timeout_ms": 0}, 422, "timeout_ms"),
@@ -78,23 +82,6 @@ async def test_roles(clients: Clients, two_nodes) -> None:
     refused = await clients["viewer"].post("/v1/commands", json=request)
     assert (refused.status_code, refused.json()["reason"]) == (403, "access-denied")
     assert (await clients["viewer"].get("/v1/commands/none")).status_code == 404
-
-
-async def test_waiting_returns_when_a_command_ends(clients: Clients, context: ApiContext, two_nodes) -> None:
-    made = (await clients["operator"].post("/v1/commands", json={"kind": "inventory.refresh", "all": True})).json()
-    path = f"/v1/batches/{made['batch_id']}"
-    waiting = asyncio.create_task(clients["viewer"].get(path, params={"wait_ms": 20_000, "open": 2}))
-    async with context.database.transaction() as transaction:
-        await commands.request_cancel(
-            transaction,
-            command_ids=[made["commands"][0]["id"]],
-            requested_by="test",
-            draw_id=context.world.ids.uuid7,
-            event_type="command.finished",
-        )
-    batch = (await asyncio.wait_for(waiting, 10)).json()
-    assert batch["open"] == 1
-    assert [item["state"] for item in batch["items"]] == ["cancelled", "pending"]
 
 
 async def test_pages_of_a_batch(clients: Clients, two_nodes) -> None:

@@ -86,7 +86,7 @@ async def test_path_ids(clients, method, path):
     ("path", "field"),
     [("/v1/nodes", field) for field in ("after", "site", "role", "state", "limit")]
     + [("/v1/commands", field) for field in ("after", "node_id", "kind", "state", "batch_id", "limit")]
-    + [("/v1/tokens", "after"), ("/v1/batches/x", "wait_ms"), ("/v1/batches/x", "open")],
+    + [("/v1/tokens", "after"), ("/v1/batches/x", "wait_ms"), ("/v1/batches/x", "size")],
 )
 async def test_queries(clients, path, field):
     for text in ("%00", "a%00b", "a" * 300):

@@ -40,6 +40,32 @@ async def test_a_node_is_shown_with_inventory(clients: Clients, two_nodes) -> No
     assert (missing.status_code, missing.json()["reason"]) == (404, "not-found")
 
 
+async def test_labels_are_set_removed_and_selected_by(clients: Clients, context: ApiContext, two_nodes) -> None:
+    path = "/v1/nodes/n1/labels"
+    assert (await clients["viewer"].patch(path, json={"set": {"gpu": "h100"}})).status_code == 403
+    await clients["operator"].patch(path, json={"set": {"gpu": "h100", "rack": "7"}})
+    changed = (await clients["operator"].patch(path, json={"set": {"gpu": "h200"}, "remove": ["rack"]})).json()
+    assert changed["labels"] == [{"key": "gpu", "value": "h200", "source": "operator"}]
+    found = (await clients["viewer"].get("/v1/nodes", params={"selector": "gpu in (h100,h200),site!=x"})).json()
+    assert [item["node_id"] for item in found["items"]] == ["n1"]
+    [act] = await audit.list_page(context.database, page_size=1, action="node.label")
+    assert (act.target, act.details) == ("node/n1", {"set": {"gpu": "h200"}, "removed": ["rack"]})
+    for body, says in (
+        ({"set": {"bc.dev/cap.nvml": "1"}}, "the control plane's own"),
+        ({"set": {"a": "1"}, "remove": ["a"]}, "both set and removed"),
+        ({"set": {f"k{number}": "" for number in range(256)}}, "would have 257 labels, 256 is the limit"),
+    ):
+        refused = await clients["operator"].patch(path, json=body)
+        assert (refused.status_code, says in refused.json()["detail"]) == (400, True), refused.text
+    assert (await clients["operator"].patch("/v1/nodes/n9/labels", json={})).status_code == 404
+
+
+async def test_a_token_for_some_nodes_opens_nothing_yet(clients: Clients, context: ApiContext) -> None:
+    await context.database.query("""UPDATE api_tokens SET label_scope = '{"rack": "7"}' WHERE token_id = 'viewer'""")
+    refused = await clients["viewer"].get("/v1/nodes")
+    assert (refused.status_code, "without a label scope" in refused.json()["detail"]) == (403, True)
+
+
 async def test_a_token_holds_all_that_a_node_needs(clients: Clients, context: ApiContext) -> None:
     made = (await clients["operator"].post("/v1/tokens", json={"node_id": "web-1", "ttl_ms": 60_000})).json()
     token = join_token.parse_token(made["token"])

@@ -101,7 +101,7 @@ async def test_commands_are_listed_newest_first_in_pages(fleet):
     first = await commands.list_page(fleet, page_size=3)
     second = await commands.list_page(fleet, before=first[-1].command_id, page_size=3)
     assert [command.command_id for command in first + second] == ["c4", "c3", "c2", "c1"]
-    of_node = await commands.list_page(fleet, page_size=9, node_id="n1", before="c3", states=[CommandState.PENDING])
+    of_node = await commands.list_page(fleet, page_size=9, node_ids=["n1"], before="c3", states=[CommandState.PENDING])
     assert [command.command_id for command in of_node] == ["c2", "c1"]
     assert await commands.list_page(fleet, page_size=9, states=[CommandState.FAILED]) == []
     assert await commands.list_page(fleet, page_size=9, kind="node.reboot") == []

@@ -7,6 +7,7 @@ import hashlib
 
 import pytest
 
+from bettercompute.delivery import selectors
 from bettercompute.errors import Refused
 from bettercompute.store import certificates, channels, conditions, controller_runs, nodes, replay, tokens
 from bettercompute.store.certificates import NewCertificate
@@ -90,12 +91,44 @@ async def test_nodes_are_listed_in_pages_and_by_labels(database):
     second = await nodes.list_page(database, after=first[-1].node_id, page_size=10)
     assert [node.node_id for node in first + second] == ["n0", "n1", "n2", "n3", "n4"]
     assert (first[1].operator_labels, first[1].system_labels) == ({"gpu": "h100", "rack": "n1"}, {"gpu": "none"})
-    found = await nodes.list_page(database, page_size=10, labels={"gpu": "h100"}, site="b")
-    assert [node.node_id for node in found] == ["n3"]
-    assert await nodes.list_page(database, page_size=10, labels={"gpu": "h100", "rack": "n0"}) == []
-    assert await nodes.list_page(database, page_size=10, state="connected", role="site") == []
-    assert await nodes.existing(database, node_ids=["n9", "n2"]) == ["n2"]
+    assert [node.node_id for node in await nodes.existing(database, node_ids=["n9", "n2"])] == ["n2"]
     assert await nodes.state_counts(database) == {"joined": 5}
+
+
+@pytest.mark.parametrize(
+    ("selector", "meant"),
+    [
+        ("gpu=h100", ["n1", "n3"]),
+        ("gpu=h100,site=b", ["n3"]),
+        ("gpu!=h100", ["n0", "n2", "n4"]),
+        ("gpu,!bc.dev/cap.nvml", ["n3"]),
+        ("bc.dev/cap.nvml=1", ["n1"]),
+        ("bc.dev/cap.nvml=2", []),
+        ("rack in (n0, n3, n9)", ["n3"]),
+        ("rack notin (n3),gpu", ["n1"]),
+        ("site in (b),role=node,state=joined", ["n3", "n4"]),
+        ("state=connected", []),
+    ],
+)
+async def test_a_selector_means_the_nodes_that_meet_all_of_it(database, selector, meant):
+    for number in range(5):
+        await join(database, f"n{number}", site="a" if number < 3 else "b")
+    async with database.transaction() as transaction:
+        for node_id in ("n1", "n3"):
+            await nodes.change_labels(
+                transaction, node_id=node_id, source=nodes.OPERATOR, wanted={"gpu": "h100", "rack": node_id}
+            )
+        await nodes.change_labels(transaction, node_id="n1", source=nodes.SYSTEM, wanted={"bc.dev/cap.nvml": "1"})
+        # As an older version may have left it: an operator's word is not the control plane's.
+        await nodes.change_labels(transaction, node_id="n2", source=nodes.OPERATOR, wanted={"bc.dev/cap.nvml": "1"})
+    requirements = selectors.parse(selector)
+    found = await nodes.choose(database, requirements, page_size=10)
+    assert [node.node_id for node in found] == meant
+    paged, after = [], ""
+    while page := await nodes.choose(database, requirements, after=after, page_size=1):
+        paged += [node.node_id for node in page]
+        after = paged[-1]
+    assert paged == meant
 
 
 async def test_labels_are_removed_and_bounded(database):

@@ -48,8 +48,8 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
  ORDER BY id DESC
  LIMIT :page_size;
 
--- name: commands.list_of_node
--- other: read, newest first
+-- name: commands.list_of_nodes
+-- other: read, newest first: the newest of each node, and of those the newest
 SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS payload, state,
        to_ms(created_at) AS created_at_ms, created_by, to_ms(not_before) AS not_before_ms,
        to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
@@ -57,10 +57,13 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,
        unauthenticated, state IN (2, 3, 4) AND not_after < compute_now() AS overdue
-  FROM commands
- WHERE node_id = :node_id AND id < :before
-   AND (:kind::text IS NULL OR kind = :kind)
-   AND (:states::smallint[] IS NULL OR state = ANY (:states))
+  FROM unnest(:node_ids::text[]) AS wanted (of_node)
+ CROSS JOIN LATERAL (
+   SELECT * FROM commands
+    WHERE node_id = of_node AND id < :before
+      AND (:kind::text IS NULL OR kind = :kind)
+      AND (:states::smallint[] IS NULL OR state = ANY (:states))
+    ORDER BY id DESC LIMIT :page_size) c
  ORDER BY id DESC
  LIMIT :page_size;
 
@@ -139,4 +142,5 @@ SELECT pg_notify(:channel, payload) FROM unnest(:payloads::text[]) AS payload;
 
 -- name: commands.states_of_batch
 -- other: read by whoever waits for a run to end: the small columns only
-SELECT id AS command_id, node_id, state, reason, message FROM commands WHERE batch_id = :batch_id ORDER BY id;
+SELECT id AS command_id, node_id, state, reason, message FROM commands WHERE batch_id = :batch_id AND id > :after
+ ORDER BY id;

@@ -43,37 +43,52 @@ SELECT n.node_id, n.site, n.role, n.tenant_controlled, n.state, n.state_reason,
  WHERE n.node_id = ANY (:node_ids::text[])
  ORDER BY n.node_id;
 
--- name: nodes.list
--- other: read, one page in the order of node ids
-SELECT n.node_id, n.site, n.role, n.tenant_controlled, n.state, n.state_reason,
-       to_ms(n.state_changed_at) AS state_changed_at_ms, n.identity_generation, n.attestor,
-       n.hardware_claims::text AS hardware_claims, n.spec_generation, n.observed_generation, n.applied_generation,
-       to_ms(n.locked_until) AS locked_until_ms, n.locked_by, n.lock_reason,
-       to_ms(n.quarantined_at) AS quarantined_at_ms, n.quarantine_reason, to_ms(n.joined_at) AS joined_at_ms,
-       s.gateway_id, s.session_id, s.session_epoch, s.boot_id, s.journal_id, s.daemon_version, s.proto_max,
-       s.trust_version, s.capabilities, s.acked_event_seq, s.cert_serial, s.peer_address, s.upgrade_only, s.signed_only,
-       s.heartbeat_interval_ms, to_ms(s.connected_at) AS connected_at_ms, to_ms(s.last_seen) AS last_seen_ms,
-       to_ms(s.disconnected_at) AS disconnected_at_ms,
-       (SELECT json_object_agg(l.key, l.value ORDER BY l.key)::text FROM node_labels l
-         WHERE l.node_id = n.node_id AND l.source = 'system') AS system_labels,
-       (SELECT json_object_agg(l.key, l.value ORDER BY l.key)::text FROM node_labels l
-         WHERE l.node_id = n.node_id AND l.source = 'operator') AS operator_labels
-  FROM nodes n JOIN node_sessions s ON s.node_id = n.node_id
+-- name: nodes.choose
+-- other: read; the nodes that meet all requirements, in the order of node ids
+SELECT n.node_id, n.role, n.state
+  FROM nodes n
  WHERE n.node_id > :after
-   AND (:site::text IS NULL OR n.site = :site)
-   AND (:role::text IS NULL OR n.role = :role)
-   AND (:state::text IS NULL OR n.state = :state)
    AND NOT EXISTS (
-         SELECT FROM unnest(:label_keys::text[], :label_values::text[]) AS wanted (key, value)
-          -- An array, so that only this node's labels are read, never all of them into a hash.
-          WHERE wanted.value <> ALL (ARRAY (SELECT l.value FROM node_labels l
-                                             WHERE l.node_id = n.node_id AND l.key = wanted.key)))
+         SELECT FROM unnest(:keys::text[], :sources::text[], :value_sets::text[], :negations::boolean[])
+                     AS wanted (key, source, value_set, negated)
+         -- One key of one source has one value, so that this node's labels are probed and no others.
+         CROSS JOIN LATERAL (
+           SELECT CASE WHEN wanted.source <> 'field'
+                       THEN (SELECT l.value FROM node_labels l
+                              WHERE l.node_id = n.node_id AND l.source = wanted.source AND l.key = wanted.key)
+                       WHEN wanted.key = 'site' THEN n.site
+                       WHEN wanted.key = 'role' THEN n.role
+                       WHEN wanted.key = 'state' THEN n.state END AS value) held
+          WHERE (held.value IS NOT NULL AND (wanted.value_set IS NULL OR wanted.value_set::jsonb ? held.value))
+                = wanted.negated)
  ORDER BY n.node_id
+ LIMIT :page_size;
+
+-- name: nodes.choose_labelled
+-- other: read; the same from among the nodes with one label, found by it
+SELECT n.node_id, n.role, n.state
+  FROM node_labels carried JOIN nodes n ON n.node_id = carried.node_id
+ WHERE carried.key = :label_key AND carried.value = :label_value AND carried.source = :label_source
+   AND carried.node_id > :after
+   AND NOT EXISTS (
+         SELECT FROM unnest(:keys::text[], :sources::text[], :value_sets::text[], :negations::boolean[])
+                     AS wanted (key, source, value_set, negated)
+         -- One key of one source has one value, so that this node's labels are probed and no others.
+         CROSS JOIN LATERAL (
+           SELECT CASE WHEN wanted.source <> 'field'
+                       THEN (SELECT l.value FROM node_labels l
+                              WHERE l.node_id = n.node_id AND l.source = wanted.source AND l.key = wanted.key)
+                       WHEN wanted.key = 'site' THEN n.site
+                       WHEN wanted.key = 'role' THEN n.role
+                       WHEN wanted.key = 'state' THEN n.state END AS value) held
+          WHERE (held.value IS NOT NULL AND (wanted.value_set IS NULL OR wanted.value_set::jsonb ? held.value))
+                = wanted.negated)
+ ORDER BY carried.node_id
  LIMIT :page_size;
 
 -- name: nodes.existing
 -- other: read
-SELECT node_id FROM nodes WHERE node_id = ANY (:node_ids::text[]) ORDER BY node_id;
+SELECT node_id, role, state FROM nodes WHERE node_id = ANY (:node_ids::text[]) ORDER BY node_id;
 
 -- name: nodes.state_counts
 -- other: read
