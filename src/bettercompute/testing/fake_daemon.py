@@ -276,8 +276,8 @@ class FakeDaemon:
 
     def _schedule(self) -> None:
         self._stop_timer()
-        delay_ms = daemon_side.next_tick_ms(self.state, now_ms=self._world.clock.monotonic_ms())
-        self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000, self._tick)
+        delay_s = daemon_side.next_tick_ms(self.state, now_ms=self._world.clock.monotonic_ms()) / 1000
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         heard_ms = 0 if self._connection is None else self._connection.last_heard_ms
@@ -341,7 +341,7 @@ class FakeDaemon:
             case effects.ApplyTrust(bundle):
                 self._step(TrustHeld(messages.TrustBundle.FromString(bundle.body).version, ANYBODY))
             case effects.ApplyDesired(desired):
-                held, report = read_desired(desired, self.profile)
+                held, report = read_desired(desired, self.profile, before=self.state.advertised.applied_generation)
                 self._step(held)
                 self._step(StatusChanged(report))
             case effects.SetCondition():
@@ -393,9 +393,7 @@ class FakeDaemon:
             return
         waiting, self._watchers = self._watchers, []
         for holds, waiter in waiting:
-            if waiter.done():
-                continue
-            if holds():
-                waiter.set_result(None)
-            else:
+            if not waiter.done() and not holds():
                 self._watchers.append((holds, waiter))
+            elif not waiter.done():
+                waiter.set_result(None)

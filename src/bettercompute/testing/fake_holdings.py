@@ -86,7 +86,9 @@ def section_of(name: str, body: bytes) -> messages.InventorySection:
     return messages.InventorySection(name=name, body=body, sha256=hashlib.sha256(body).digest())
 
 
-def read_desired(desired: messages.DesiredState, profile: Profile) -> tuple[SpecHeld, messages.StatusReport]:
+def read_desired(
+    desired: messages.DesiredState, profile: Profile, *, before: int
+) -> tuple[SpecHeld, messages.StatusReport]:
     """Return what is held of a desired state, and the report: converged, but for sections that the profile lacks."""
     body = messages.DesiredStateBody.FromString(desired.body)
     spec = body.full if body.HasField("full") else body.patch.spec
@@ -100,7 +102,8 @@ def read_desired(desired: messages.DesiredState, profile: Profile) -> tuple[Spec
             state.section = field.name
             state.convergence = messages.SECTION_CONVERGENCE_CONVERGED
         sections.append(state)
+    converged = all(state.convergence == messages.SECTION_CONVERGENCE_CONVERGED for state in sections)
     return (
-        SpecHeld(body.generation, body.generation, body.spec_sha256),
+        SpecHeld(body.generation, body.generation if converged else before, body.spec_sha256),
         messages.StatusReport(sections=sections),
     )
