@@ -21,6 +21,7 @@ class FrameRules:
 
     def __init__(self, ledger: Ledger, verdict: Verdict, *, monotonic_ms: Callable[[], int]) -> None:
         self.frames = 0
+        self.streams = 0
         self._monotonic_ms = monotonic_ms
         self._ledger = ledger
         self._verdict = verdict
@@ -30,8 +31,12 @@ class FrameRules:
         """When a node last ran from a copy of its disk, by node."""
         self.excused = 0
         """Second runs that nobody could have prevented."""
-        self._settled: dict[str, set[str]] = {}
-        """What each node's present stream has accounted for: said in its Hello, or delivered since."""
+        self._running: dict[str, set[str]] = {}
+        """What each node named as running in the Hello of its present stream."""
+        self._overdrawn: set[str] = set()
+        """Nodes on which something runs that has ended for the control plane: it holds a credit unknown there."""
+        self._settled: dict[int, set[str]] = {}
+        """What each stream has accounted for: said in its Hello, or delivered since."""
         self._runs: dict[str, list[tuple[str, int]]] = {}
         self._unseen: dict[str, bool] = {}
         """Of each command as it was last delivered: whether nothing of it was stored then."""
@@ -39,33 +44,34 @@ class FrameRules:
         self.told_events: dict[tuple[str, str], dict[int, str]] = {}
         """Ids of the events that were said, by seq, of each node's journals."""
 
-    def received(self, node_id: str, frame: messages.ServerFrame) -> None:
+    def received(self, node_id: str, frame: messages.ServerFrame, *, stream: int) -> None:
         """Judge what a node was told."""
         self.frames += 1
         match frame.WhichOneof("frame"):
             case "welcome":
                 self._welcome(node_id, frame.welcome)
             case "command":
-                self._command(node_id, frame.command)
+                self._command(node_id, frame.command, stream=stream)
             case "ack":
                 self._ack(node_id, frame.ack)
 
-    def sent(self, node_id: str, frame: messages.AgentFrame) -> None:
+    def sent(self, node_id: str, frame: messages.AgentFrame, *, stream: int) -> None:
         """Judge what a node says."""
         self.frames += 1
         match frame.WhichOneof("frame"):
             case "hello":
                 hello = frame.hello
                 done = (*hello.done_ids, *(update.command_id for update in hello.done_results))
-                self._settled[node_id] = {*hello.running_command_ids, *done}
+                self._running[node_id] = set(hello.running_command_ids)
+                self._settled[stream] = {*hello.running_command_ids, *done}
             case "update":
-                self._update(node_id, frame.update)
+                self._update(node_id, frame.update, stream=stream)
             case "events":
                 told = self.told_events.setdefault((node_id, frame.events.journal_id), {})
                 told.update((event.seq, event.event_id) for event in frame.events.events)
             case "updates":
                 for update in frame.updates.updates:
-                    self._update(node_id, update)
+                    self._update(node_id, update, stream=stream)
 
     def copied_disk(self, node_id: str) -> None:
         """Note that a node runs from a copy of its disk from now on."""
@@ -90,15 +96,20 @@ class FrameRules:
         if welcome.epoch <= last:
             self._verdict.broken("epochs rise", f"{node_id} was welcomed at {welcome.epoch} after {last}")
         self._epochs[node_id] = welcome.epoch
+        self._overdrawn.discard(node_id)
+        for command_id in self._running.get(node_id, ()):
+            row = self._ledger.row("commands", command_id)
+            if row is None or row["state"] >= TERMINAL_FROM:
+                self._overdrawn.add(node_id)
         session = self._ledger.row("node_sessions", node_id)
         if session is None or session["session_epoch"] < welcome.epoch:
             text = f"{node_id} was welcomed at {welcome.epoch}, the row says {session}"
             self._verdict.broken("no welcome before it is durable", text)
 
-    def _command(self, node_id: str, command: messages.Command) -> None:
+    def _command(self, node_id: str, command: messages.Command, *, stream: int) -> None:
         command_id = messages.CommandBody.FromString(command.body).command_id
         self._unseen[command_id] = not command.seen
-        settled = self._settled.setdefault(node_id, set())
+        settled = self._settled.setdefault(stream, set())
         if command_id in settled:
             text = f"{command_id} was sent to {node_id}, which had said on this stream that it has it"
             self._verdict.broken("a command is sent once a stream", text)
@@ -120,11 +131,15 @@ class FrameRules:
             text = f"event {seq} was acked to {node_id}, {session['acked_event_seq']} is stored"
             self._verdict.broken("no ack before it is durable", text)
 
-    def _update(self, node_id: str, update: messages.CommandUpdate) -> None:
+    def _update(self, node_id: str, update: messages.CommandUpdate, *, stream: int) -> None:
         busy = update.reject_reason == messages.COMMAND_REJECT_REASON_BUSY
         if busy:
-            self._settled.setdefault(node_id, set()).discard(update.command_id)
-        if update.state == messages.COMMAND_STATE_REJECTED and busy and node_id not in self.busy_expected:
+            self._settled.setdefault(stream, set()).discard(update.command_id)
+        if (
+            update.state == messages.COMMAND_STATE_REJECTED
+            and busy
+            and node_id not in self.busy_expected | self._overdrawn
+        ):
             self._verdict.broken("credits are never exceeded", f"{node_id} had no credit left for {update.command_id}")
 
 
@@ -138,6 +153,8 @@ class TappedCall:
         self._call = call
         self._node_id = node_id
         self._rules = rules
+        rules.streams += 1
+        self._stream = rules.streams
 
     @property
     def queued_bytes(self) -> int:
@@ -147,7 +164,7 @@ class TappedCall:
     def send(self, message: bytes) -> None:
         """Send."""
         self._call.send(message)
-        self._rules.sent(self._node_id, messages.AgentFrame.FromString(message))
+        self._rules.sent(self._node_id, messages.AgentFrame.FromString(message), stream=self._stream)
 
     async def receive(self) -> bytes | None:
         """Receive."""
@@ -156,7 +173,7 @@ class TappedCall:
             self.status, self.trailers = self._call.status, self._call.trailers
             self.status_message = self._call.status_message
         else:
-            self._rules.received(self._node_id, messages.ServerFrame.FromString(message))
+            self._rules.received(self._node_id, messages.ServerFrame.FromString(message), stream=self._stream)
         return message
 
     async def drained(self) -> None:

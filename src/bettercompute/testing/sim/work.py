@@ -14,6 +14,7 @@ from bettercompute.testing.sim.node import DURATIONS_S
 from bettercompute.testing.sim.stage import Stage
 
 NOT_AFTER_MS = (60_000, 600_000)
+BURSTS = (1, 1, 1, 1, 1, 1, 4, 12)
 
 
 async def enqueue_for_ever(stage: Stage) -> None:
@@ -22,14 +23,17 @@ async def enqueue_for_ever(stage: Stage) -> None:
     while every_s:
         await asyncio.sleep(stage.rng.expovariate(1 / every_s))
         node = stage.rng.choice(stage.nodes)
-        command_id = stage.world.ids.uuid7()
-        try:
-            await _enqueue(stage, node.node_id, command_id, kind=stage.rng.choice(sorted(DURATIONS_S)))
-        except BetterComputeError as error:
-            stage.tell(f"{command_id} was not enqueued: {error.message}")
-            continue
-        if stage.rng.random() < stage.scenario.work.cancel_share:
-            stage.operator_process.spawn(_cancel_later(stage, command_id))
+        kind = stage.rng.choice(sorted(DURATIONS_S))
+        # Now and then more than a lane has credits for.
+        for _ in range(stage.rng.choice(BURSTS)):
+            command_id = stage.world.ids.uuid7()
+            try:
+                await _enqueue(stage, node.node_id, command_id, kind=kind)
+            except BetterComputeError as error:
+                stage.tell(f"{command_id} was not enqueued: {error.message}")
+                break
+            if stage.rng.random() < stage.scenario.work.cancel_share:
+                stage.operator_process.spawn(_cancel_later(stage, command_id))
 
 
 async def _enqueue(stage: Stage, node_id: str, command_id: str, *, kind: str) -> None:
