@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, StringConstraints
 
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
+from bettercompute.api.shapes import OutputShape, next_offset, output_shape, progress_json
 from bettercompute.api.storable import Id
 from bettercompute.api.targets import BATCH_NODES_MAX
 from bettercompute.delivery.commands import TERMINAL
@@ -32,8 +33,12 @@ WATCHES_MAX: Final = 32
 POLL_MS_MIN: Final = 1_000
 POLL_ROWS_PER_MS: Final = 2
 CURSOR_CHARACTERS_MAX: Final = 64
+# Their ids and offsets fit into the query of one request.
+FOLLOWED_MAX: Final = 100
 
 _CURSOR = re.compile(r"([0-9a-f-]{36})\.([0-9]{1,6})", re.ASCII)
+
+_FROM: Final = r"^[0-9a-f-]{36}:[0-9]{1,18}$"
 
 router = APIRouter(prefix="/v1/batches", tags=["commands"])
 
@@ -56,6 +61,21 @@ class Batch(BaseModel):
     items: list[BatchItem]
     cursor: str
     """Pass it as `since` to be told only of what ends from now on."""
+
+
+class CommandOutput(BaseModel):
+    """What one command has written since the offset that was named, and what it says it is doing."""
+
+    id: str
+    pieces: list[OutputShape]
+    next_offset: int
+    progress: dict[str, Any] | None
+
+
+class BatchOutput(BaseModel):
+    """Those of the commands asked for that have something to show."""
+
+    items: list[CommandOutput]
 
 
 class BatchWatch:
@@ -212,3 +232,29 @@ async def get_batch(
         if left_ms <= 0 or watch.all_ended:
             return watch.nothing_new()
         await context.finished.wait(timeout_s=left_ms / 1000)
+
+
+@router.get("/{batch_id}/output")
+async def get_output(
+    batch_id: Id,
+    context: Context,
+    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    command: Annotated[
+        list[Annotated[Id, StringConstraints(pattern=_FROM, max_length=CURSOR_CHARACTERS_MAX)]],
+        Query(max_length=FOLLOWED_MAX, description="COMMAND_ID:FROM_OFFSET; may be repeated."),
+    ],
+) -> BatchOutput:
+    """Return what these commands of the batch have written since; ask again from each `next_offset`."""
+    offsets = {name: int(offset) for name, _, offset in (item.rpartition(":") for item in command)}
+    found = await commands.output_of_batch(context.database, batch_id=batch_id, from_offsets=offsets)
+    return BatchOutput(
+        items=[
+            CommandOutput(
+                id=item.command_id,
+                pieces=[output_shape(piece) for piece in item.pieces],
+                next_offset=next_offset(item.pieces, from_offset=offsets[item.command_id]),
+                progress=progress_json(item.progress),
+            )
+            for item in found
+        ]
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
@@ -14,7 +13,7 @@ from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.enqueue import Wanted, enqueue, kind_named
 from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page, SelectorText, command_state
-from bettercompute.api.shapes import CommandShape, command_shape
+from bettercompute.api.shapes import CommandShape, OutputShape, command_shape, next_offset, output_shape
 from bettercompute.api.storable import Body, Id, JsonObject, Text
 from bettercompute.api.targets import BATCH_NODES_MAX, Targets, choose
 from bettercompute.delivery import selectors
@@ -61,14 +60,6 @@ class RunAnswer(BaseModel):
     commands: list[Made]
     without_session: list[str]
     """The nodes that were not connected when it was made: their commands wait until they are, or until `not_after`."""
-
-
-class OutputShape(BaseModel):
-    """A piece of a command's output; bytes dropped before it will never come."""
-
-    offset: int
-    data_base64: str
-    dropped_bytes: int
 
 
 class Output(BaseModel):
@@ -232,15 +223,8 @@ async def get_output(
         raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
     pieces = await commands.output(context.database, command_id=command_id, from_offset=from_offset)
     return Output(
-        items=[
-            OutputShape(
-                offset=piece.output_offset,
-                data_base64=base64.b64encode(piece.data).decode(),
-                dropped_bytes=piece.dropped_bytes,
-            )
-            for piece in pieces
-        ],
-        next_offset=pieces[-1].output_offset + max(1, len(pieces[-1].data)) if pieces else from_offset,
+        items=[output_shape(piece) for piece in pieces],
+        next_offset=next_offset(pieces, from_offset=from_offset),
     )
 
 

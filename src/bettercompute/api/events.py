@@ -8,6 +8,7 @@ resume.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
@@ -40,6 +41,17 @@ KEEP_ALIVE_S = 15.0
 # Then the client resumes, and its token is looked at again.
 FOLLOW_S = 3_600.0
 EVENT_STREAM = "text/event-stream"
+
+_DROPPED = (
+    "event: dropped\ndata: "
+    + json.dumps(
+        {
+            "reason": Reason.SLOW_CONSUMER.value,
+            "message": f"nothing was read for {SEND_S:.0f} s: go on after the last id, and read as it comes",
+        }
+    )
+    + "\n\n"
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -110,19 +122,24 @@ class EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         """Send the stream."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = b""
         try:
             async for chunk in self.body_iterator:
                 assert isinstance(chunk, str)
                 async with asyncio.timeout(SEND_S):
                     await send({"type": "http.response.body", "body": chunk.encode(), "more_body": True})
         except TimeoutError:
-            # Not ended in order, for which it would have to read: the server closes the connection.
             _log.warning("a reader of events was dropped", reason=Reason.SLOW_CONSUMER, after_s=SEND_S)
-            return
+            last = _DROPPED.encode()
         finally:
+            # Gives the slot back first: who does not read keeps nobody else from reading.
             assert isinstance(self.body_iterator, AsyncGenerator)
             await self.body_iterator.aclose()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        # The page that was not taken was not begun either. Who reads on, late, is told why nothing follows; whoever
+        # never does is left without an end, for which it would have to read: the server closes the connection.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SEND_S):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def follow(context: ApiContext, *, after: int, node_id: str | None = None) -> AsyncGenerator[str, None]:
@@ -133,6 +150,9 @@ async def follow(context: ApiContext, *, after: int, node_id: str | None = None)
         if first is not None and after + 1 < first:
             yield _frame("gap", {"after": after, "first_position": first}, position=first - 1)
             after = first - 1
+        else:
+            # Where it begins, so that whoever loses the connection before the first event can resume all the same.
+            yield f": {after}\nid: {after}\n\n"
         idle_since_s = asyncio.get_running_loop().time()
         ends_at_s = idle_since_s + FOLLOW_S
         while asyncio.get_running_loop().time() < ends_at_s:

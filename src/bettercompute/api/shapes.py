@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -13,7 +14,7 @@ from bettercompute.delivery.commands import TERMINAL, CommandState
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import ProtocolError
 from bettercompute.protocol.kinds import KINDS, decode_result
-from bettercompute.store.commands import Command
+from bettercompute.store.commands import Command, OutputPiece
 from bettercompute.store.conditions import Condition
 from bettercompute.store.inventory import Section
 from bettercompute.store.leases import Lease
@@ -134,6 +135,14 @@ class CommandShape(BaseModel):
     finished_at: str | None
 
 
+class OutputShape(BaseModel):
+    """A piece of a command's output; bytes dropped before it will never come."""
+
+    offset: int
+    data_base64: str
+    dropped_bytes: int
+
+
 class TokenShape(BaseModel):
     """A join token without its secret."""
 
@@ -252,9 +261,6 @@ def node_detail(
 
 def command_shape(command: Command, *, now_ms: int) -> CommandShape:
     """Return a command; a result that its kind does not explain is left out."""
-    progress = None
-    if command.progress is not None and command.state not in TERMINAL:
-        progress = message_json(messages.CommandProgress.FromString(command.progress))
     return CommandShape(
         id=command.command_id,
         node_id=command.node_id,
@@ -267,7 +273,7 @@ def command_shape(command: Command, *, now_ms: int) -> CommandShape:
         batch_id=command.batch_id,
         payload=dict(command.payload),
         result=_result(command),
-        progress=progress,
+        progress=None if command.state in TERMINAL else progress_json(command.progress),
         attempt=command.attempt,
         age_ms=max(0, now_ms - command.created_at_ms),
         created_at=rfc3339(command.created_at_ms),
@@ -282,6 +288,25 @@ def command_shape(command: Command, *, now_ms: int) -> CommandShape:
         started_at=rfc3339(command.started_at_ms),
         finished_at=rfc3339(command.finished_at_ms),
     )
+
+
+def progress_json(progress: bytes | None) -> dict[str, Any] | None:
+    """Return a serialized CommandProgress as JSON."""
+    return None if progress is None else message_json(messages.CommandProgress.FromString(progress))
+
+
+def output_shape(piece: OutputPiece) -> OutputShape:
+    """Return a piece of output."""
+    return OutputShape(
+        offset=piece.output_offset,
+        data_base64=base64.b64encode(piece.data).decode(),
+        dropped_bytes=piece.dropped_bytes,
+    )
+
+
+def next_offset(pieces: Sequence[OutputPiece], *, from_offset: int) -> int:
+    """Return where to ask on after these pieces."""
+    return pieces[-1].output_offset + max(1, len(pieces[-1].data)) if pieces else from_offset
 
 
 def _result(command: Command) -> dict[str, Any] | None:

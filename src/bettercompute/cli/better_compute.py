@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import bettercompute
-from bettercompute.cli import commands, database, events, gateways, nodes, pki, sim, spec, tokens
+from bettercompute.cli import commands, database, events, gateways, nodes, pki, running, sim, spec, tokens
 from bettercompute.cli.dev import dev
 from bettercompute.cli.serve import serve
 
@@ -17,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="The control plane of a fleet: run it, join nodes, run commands on them.",
 )
-app.command("run")(commands.run)
+app.command("run")(running.run)
 app.command("events")(events.events)
 app.add_typer(nodes.app, name="nodes")
 app.add_typer(commands.app, name="commands")

@@ -22,7 +22,10 @@ from bettercompute.system import environment
 
 REQUEST_TIMEOUT_S = 30.0
 PAGE_ROWS = 500
-RESUME_S = 1.0
+# How soon, and how rarely at last, a stream that broke off is taken up again, and for how long that is tried.
+RESUME_S_MIN = 0.25
+RESUME_S_MAX = 5.0
+RESUME_FOR_S = 300.0
 
 _HTTP_STATUS = {
     400: Status.INVALID_ARGUMENT,
@@ -79,7 +82,7 @@ class ApiClient:
         """Let go of the connections."""
         self._http.close()
 
-    def get(self, path: str, **query: str | int | bool | None) -> Any:
+    def get(self, path: str, **query: str | int | bool | list[str] | None) -> Any:
         """Return the JSON of `GET path`; query values that are None are left out."""
         return self._request("GET", path, params={name: value for name, value in query.items() if value is not None})
 
@@ -111,31 +114,53 @@ class ApiClient:
                 return
 
     def server_sent(self, path: str, **query: str | int | None) -> Iterator[tuple[str, Any]]:
-        """Yield the name and data of server-sent events, and go on after the last one when the connection ends."""
+        """Yield the name and data of server-sent events, and go on after the last one when the connection ends.
+
+        Raises `Unavailable` when the first answer fails, or the API stays away for longer than a restart takes.
+        """
         params = {name: value for name, value in query.items() if value is not None}
         headers = {"accept": "text/event-stream"}
+        away_since_s: float | None = None
+        retry_s = RESUME_S_MIN
         while True:
             try:
-                with self._http.stream("GET", path, params=params, headers=headers) as answer:
-                    if not answer.is_success:
-                        answer.read()
-                        raise _problem(answer)
-                    name = data = ""
-                    for line in answer.iter_lines():
-                        field, _, value = line.partition(": ")
-                        if field == "id":
-                            headers["last-event-id"] = value
-                        elif field == "event":
-                            name = value
-                        elif field == "data":
-                            data = value
-                        elif not line and data:
-                            yield name, json.loads(data)
-                            name = data = ""
-            except httpx.HTTPError as error:
-                if "last-event-id" not in headers:
-                    raise Unavailable(f"the API at {self.address} did not answer: {error}") from None
-                time.sleep(RESUME_S)
+                for event in self._one_stream(path, params=params, headers=headers):
+                    away_since_s, retry_s = None, RESUME_S_MIN
+                    if event is not None:
+                        yield event
+            except Unavailable:
+                now_s = time.monotonic()
+                away_since_s = away_since_s or now_s
+                if "last-event-id" not in headers or now_s - away_since_s > RESUME_FOR_S:
+                    raise
+            time.sleep(retry_s)
+            retry_s = min(2 * retry_s, RESUME_S_MAX)
+
+    def _one_stream(
+        self, path: str, *, params: Mapping[str, str | int], headers: dict[str, str]
+    ) -> Iterator[tuple[str, Any] | None]:
+        """Yield the events of one connection, None for a sign of life, and keep `last-event-id` in `headers`."""
+        try:
+            with self._http.stream("GET", path, params=params, headers=headers) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise _problem(answer)
+                name = data = ""
+                for line in answer.iter_lines():
+                    field, _, value = line.partition(": ")
+                    if field == "id":
+                        headers["last-event-id"] = value
+                    elif field == "event":
+                        name = value
+                    elif field == "data":
+                        data = value
+                    elif not line:
+                        yield (name, json.loads(data)) if data else None
+                        name = data = ""
+        except httpx.HTTPError as error:
+            raise Unavailable(
+                f"the API at {self.address} did not answer: {str(error) or type(error).__name__}"
+            ) from None
 
     def _request(self, method: str, path: str, **options: Any) -> Any:
         try:

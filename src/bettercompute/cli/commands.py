@@ -1,165 +1,20 @@
-"""`better-compute run` and `better-compute commands`: have something done on nodes, and see what became of it."""
+"""`better-compute commands`: what was asked of nodes, and what became of it."""
 
 from __future__ import annotations
 
 import base64
 import json as json_module
-import sys
-import time
 from itertools import islice
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bettercompute.cli import output
 from bettercompute.cli.client import ApiClient, path_of
-from bettercompute.cli.durations import format_age, parse_duration_ms
+from bettercompute.cli.durations import format_age
 from bettercompute.cli.options import Api, Json
 
 app = typer.Typer(no_args_is_help=True, help="Commands and what became of them.")
-
-PAYLOAD_BYTES_MAX = 1 << 20
-# How long one request lets the API wait for news.
-WAIT_MS = 10_000
-# After a deadline passed, what a node may still take to tell its end.
-GRACE_S = 15.0
-NAMED_MAX = 10
-TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
-
-
-def run(
-    kind: Annotated[str, typer.Argument(help="The kind of command, e.g. inventory.refresh.")],
-    node: Annotated[list[str] | None, typer.Option("--node", help="A node's id; may be repeated.")] = None,
-    all_nodes: Annotated[bool, typer.Option("--all", help="Every node of the fleet.")] = False,
-    payload: Annotated[str, typer.Option(help="The payload as JSON, or @FILE.")] = "{}",
-    timeout: Annotated[str | None, typer.Option(help="How long it may run on the node. Default: the kind's.")] = None,
-    not_after: Annotated[str, typer.Option(help="How long it may wait to be delivered and begun, at most 7d.")] = "24h",
-    detach: Annotated[bool, typer.Option(help="Print the ids and do not wait.")] = False,
-    api: Api = None,
-    json: Json = False,
-) -> None:
-    """Run a command on nodes and wait for every end. Exit code 0 only if all succeeded."""
-    if bool(node) == all_nodes:
-        output.fail("name the nodes: --node ID (may be repeated) or --all", code=output.EXIT_USAGE)
-    body: dict[str, Any] = {"kind": kind, "payload": _payload(payload), "not_after_ms": parse_duration_ms(not_after)}
-    if timeout is not None:
-        body["timeout_ms"] = parse_duration_ms(timeout)
-    body |= {"all": True} if all_nodes else {"nodes": node}
-    client = output.run(lambda: ApiClient.from_environment(api))
-    made = output.run(lambda: client.post("/v1/commands", body))
-    if made["without_session"]:
-        output.note(_waiting_sentence(made["without_session"], not_after=not_after, batch_id=made["batch_id"]))
-    if detach:
-        _print_made(made, json=json)
-        return
-    try:
-        commands = output.run(lambda: wait_for_batch(client, made, quiet=json))
-    except typer.Exit as stopped:
-        if stopped.exit_code == 130:
-            output.note(f"stopped waiting; the commands go on: better-compute commands list --batch {made['batch_id']}")
-        raise
-    if json:
-        for command in commands:
-            output.print_json(command)
-    else:
-        _print_outcome(commands)
-    if any(command["state"] != "succeeded" for command in commands):
-        raise typer.Exit(output.EXIT_FAILED)
-
-
-def _waiting_sentence(node_ids: list[str], *, not_after: str, batch_id: str) -> str:
-    """Return what somebody must know who would else wait for nodes that are away."""
-    named = ", ".join(node_ids[:NAMED_MAX]) + (f" and {len(node_ids) - NAMED_MAX} more" if node_ids[NAMED_MAX:] else "")
-    return (
-        f"not connected: {named}; the commands wait for these nodes for up to {not_after}. Ctrl-C stops waiting here "
-        f"(see `better-compute commands list --batch {batch_id}`), `commands cancel` ends a command, and --not-after "
-        "bounds the next run"
-    )
-
-
-def _payload(text: str) -> dict[str, Any]:
-    try:
-        if text.startswith("@"):
-            with Path(text[1:]).open("rb") as file:
-                content = file.read(PAYLOAD_BYTES_MAX + 1)
-            if len(content) > PAYLOAD_BYTES_MAX:
-                raise ValueError(f"{text[1:]} is larger than {PAYLOAD_BYTES_MAX} bytes")
-            text = content.decode()
-        value = json_module.loads(text)
-    except (OSError, ValueError) as error:
-        output.fail(f"--payload: {error}", code=output.EXIT_USAGE)
-    if not isinstance(value, dict):
-        output.fail(f"--payload: a JSON object is needed, this is {type(value).__name__}", code=output.EXIT_USAGE)
-    return value
-
-
-def _print_made(made: dict[str, Any], *, json: bool) -> None:
-    if json:
-        output.print_json(made)
-        return
-    for command in made["commands"]:
-        output.console.print(f"{command['id']}  {command['node_id']}", markup=False)
-
-
-def wait_for_batch(client: ApiClient, made: dict[str, Any], *, quiet: bool) -> list[dict[str, Any]]:
-    """Return each command as it ended, or as it stands when its deadlines have passed and the node did not answer."""
-    waiting = {command["id"]: command["node_id"] for command in made["commands"]}
-    give_up_at = time.monotonic() + made["gives_up_after_ms"] / 1000 + GRACE_S
-    cursor = None
-    with _Progress(len(waiting), kind=made["kind"], quiet=quiet) as advance:
-        while waiting and (left_s := give_up_at - time.monotonic()) > 0:
-            wait_ms = max(0, min(WAIT_MS, int(left_s * 1000)))
-            batch = client.get(path_of("batches", made["batch_id"]), wait_ms=wait_ms, since=cursor)
-            cursor = batch["cursor"]
-            for command in batch["items"]:
-                if command["id"] in waiting and command["state"] in TERMINAL:
-                    advance(waiting.pop(command["id"]), command["state"])
-    return list(client.pages("/v1/commands", batch_id=made["batch_id"]))
-
-
-class _Progress:
-    """A bar on a terminal, a line per node elsewhere, nothing when the output is for programs."""
-
-    def __init__(self, total: int, *, kind: str, quiet: bool) -> None:
-        self._quiet = quiet
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            TimeElapsedColumn(),
-            console=output.error_console,
-            disable=quiet or not sys.stderr.isatty(),
-            transient=True,
-        )
-        self._task = self._bar.add_task(kind, total=total)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, node_id: str, state: str) -> None:
-        self._bar.advance(self._task)
-        if not self._quiet and self._bar.disable:
-            output.note(f"{node_id}: {state}")
-
-
-def _print_outcome(commands: list[dict[str, Any]]) -> None:
-    failed = [command for command in commands if command["state"] != "succeeded"]
-    output.console.print(f"{len(commands) - len(failed)} of {len(commands)} succeeded", markup=False)
-    for command in sorted(failed, key=lambda item: str(item["node_id"])):
-        if command["state"] in TERMINAL:
-            why = ": ".join(part for part in (command["reason"], command["message"]) if part)
-            sentence = f"{command['node_id']}: {command['state']}" + (f" ({why})" if why else "")
-        else:
-            sentence = (
-                f"{command['node_id']}: did not answer, the command is still {command['state']} ({command['id']})"
-            )
-        output.console.print(sentence, style="red", markup=False)
 
 
 @app.command("list")
@@ -167,6 +22,7 @@ def list_commands(
     node: Annotated[str | None, typer.Option(help="Only commands of this node.")] = None,
     state: Annotated[str | None, typer.Option(help="Only commands in this state.")] = None,
     batch: Annotated[str | None, typer.Option(help="Only commands of this run.")] = None,
+    selector: Annotated[str | None, typer.Option(help="Only commands of nodes with these labels.")] = None,
     limit: Annotated[int, typer.Option(help="How many, newest first.", min=1)] = 50,
     all_commands: Annotated[bool, typer.Option("--all", help="All there are.")] = False,
     api: Api = None,
@@ -174,7 +30,7 @@ def list_commands(
 ) -> None:
     """List commands, the newest first."""
     client = output.run(lambda: ApiClient.from_environment(api))
-    found = client.pages("/v1/commands", node_id=node, state=state, batch_id=batch)
+    found = client.pages("/v1/commands", node_id=node, state=state, batch_id=batch, selector=selector)
     commands = output.run(lambda: list(found if all_commands else islice(found, limit)))
     if json:
         for command in commands:

@@ -12,9 +12,9 @@ import typer
 
 from bettercompute.cli import output
 from bettercompute.cli.client import ApiClient, path_of
-from bettercompute.cli.commands import wait_for_batch
 from bettercompute.cli.nodes import describe_bytes, describe_cpu, describe_disk
 from bettercompute.cli.options import Json
+from bettercompute.cli.running import wait_for_batch
 from bettercompute.errors import Unavailable
 
 CONNECT_S = 60.0

@@ -41,6 +41,8 @@ def _follow(client: ApiClient, *, node: str | None, since: int | None, json: boo
     for name, event in client.server_sent("/v1/events", after=since, node_id=node):
         if name == "gap":
             output.note(f"events before position {event['first_position']} were removed by retention")
+        elif name == "dropped":
+            output.note(f"dropped ({event['reason']}): {event['message']}; going on from there")
         else:
             _print(event, json=json)
 

@@ -21,9 +21,14 @@ def list_nodes(
     json: Json = False,
     state: Annotated[str | None, typer.Option(help="Only nodes in this state.")] = None,
     site: Annotated[str | None, typer.Option(help="Only nodes of this site.")] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option(help="Only nodes with these labels: gpu=h100,site!=x; also in (a,b), notin, key, !key."),
+    ] = None,
 ) -> None:
     """List nodes with their state, their gateway and how long ago they were heard."""
-    nodes = output.run(lambda: list(ApiClient.from_environment(api).pages("/v1/nodes", state=state, site=site)))
+    wanted = {"state": state, "site": site, "selector": selector}
+    nodes = output.run(lambda: list(ApiClient.from_environment(api).pages("/v1/nodes", **wanted)))
     if json:
         for node in nodes:
             output.print_json(node)
@@ -43,7 +48,9 @@ def list_nodes(
             )
             for node in nodes
         ],
-        empty="no nodes: create a join token with `better-compute token create`, then run `bcd join` on a machine",
+        empty="no such nodes: `nodes list` without options shows all"
+        if any(wanted.values())
+        else "no nodes: create a join token with `better-compute token create`, then run `bcd join` on a machine",
     )
 
 
@@ -82,6 +89,31 @@ def show(node_id: str, api: Api = None, json: Json = False) -> None:
             f"condition  {condition['type']}={condition['status']}  {condition['message']}", markup=False
         )
     print_inventory(node["inventory"])
+
+
+@app.command()
+def label(
+    node_id: str,
+    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE|KEY-...", help="Set a label, or remove it.")],
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """Set and remove labels of a node, by which selectors find it."""
+    wanted = dict(change.split("=", 1) for change in changes if "=" in change)
+    removed = [change.removesuffix("-") for change in changes if "=" not in change]
+    wrong = [change for change in changes if "=" not in change and not change.endswith("-")]
+    if wrong:
+        output.fail(f"{wrong[0]!r}: write KEY=VALUE to set a label, KEY- to remove it", code=output.EXIT_USAGE)
+    answer = output.run(
+        lambda: ApiClient.from_environment(api).patch(
+            path_of("nodes", node_id, "labels"), {"set": wanted, "remove": removed}
+        )
+    )
+    if json:
+        output.print_json(answer)
+        return
+    labels = ", ".join(f"{item['key']}={item['value']}" for item in answer["labels"])
+    output.console.print(f"{node_id}: {labels or 'no labels'}", markup=False)
 
 
 def print_inventory(inventory: dict[str, Any]) -> None:

@@ -112,6 +112,15 @@ class OutputPiece:
     dropped_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveOutput:
+    """What somebody sees who follows a command: the next pieces of its output, and a serialized CommandProgress."""
+
+    command_id: str
+    progress: bytes | None
+    pieces: tuple[OutputPiece, ...]
+
+
 class CancelOutcome(StrEnum):
     """What became of a request to cancel."""
 
@@ -237,6 +246,28 @@ async def output(queries: Queries, *, command_id: str, from_offset: int = 0, pag
     """Return the next pieces of a command's output."""
     rows = await queries.fetch("commands.output", command_id=command_id, from_offset=from_offset, page_size=page_size)
     return [OutputPiece(**{name: row[name] for name in OutputPiece.__dataclass_fields__}) for row in rows]
+
+
+async def output_of_batch(
+    queries: Queries, *, batch_id: str, from_offsets: Mapping[str, int], page_size: int = 20
+) -> list[LiveOutput]:
+    """Return the next pieces of these commands of a batch, and what each says it is doing, by id."""
+    rows = await queries.fetch(
+        "commands.output_of_batch",
+        batch_id=batch_id,
+        command_ids=list(from_offsets),
+        from_offsets=list(from_offsets.values()),
+        page_size=page_size,
+    )
+    found: dict[str, tuple[bytes | None, list[OutputPiece]]] = {}
+    for row in rows:
+        _, pieces = found.setdefault(row["command_id"], (row["progress"], []))
+        if row["output_offset"] is not None:
+            pieces.append(OutputPiece(**{name: row[name] for name in OutputPiece.__dataclass_fields__}))
+    return [
+        LiveOutput(command_id=command_id, progress=progress, pieces=tuple(pieces))
+        for command_id, (progress, pieces) in found.items()
+    ]
 
 
 async def request_cancel(

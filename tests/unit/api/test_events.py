@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 
 import httpx
 
@@ -31,6 +31,13 @@ def names(text: str) -> list[str]:
     return [json.loads(line)["id"] for line in lines]
 
 
+async def opened(context: ApiContext, *, after: int) -> AsyncGenerator[str, None]:
+    """A stream whose first word, where it begins, has been read."""
+    stream = events.follow(context, after=after)
+    assert await asyncio.wait_for(anext(stream), 10) == f": {after}\nid: {after}\n\n"
+    return stream
+
+
 async def test_pages_go_on_by_position(clients: Clients, context: ApiContext) -> None:
     await publish(context, event("a"), event("b", "n2"), event("c"))
     first = (await clients["viewer"].get("/v1/events", params={"limit": 2})).json()
@@ -44,14 +51,14 @@ async def test_pages_go_on_by_position(clients: Clients, context: ApiContext) ->
 
 
 async def test_what_commits_late_is_read_by_who_has_read_the_later_one(context: ApiContext) -> None:
-    stream = events.follow(context, after=0)
+    stream = await opened(context, after=0)
     async with context.database.transaction() as early:
         await outbox.publish(early, [event("0-drawn-first")])
         await publish(context, event("1-committed-first"))
         assert names(await asyncio.wait_for(anext(stream), 10)) == ["1-committed-first"]
     await stream.aclose()
     await outbox.assign_positions(context.database)
-    resumed = events.follow(context, after=1)
+    resumed = await opened(context, after=1)
     assert names(await asyncio.wait_for(anext(resumed), 10)) == ["0-drawn-first"]
     waiting = asyncio.create_task(anext(resumed))
     await publish(context, event("2-while-waiting"))
@@ -70,18 +77,33 @@ async def test_what_retention_removed_is_a_gap_that_is_told(context: ApiContext)
     await stream.aclose()
 
 
-async def test_a_reader_who_takes_nothing_is_dropped(context: ApiContext, monkeypatch) -> None:
+async def test_a_reader_who_reads_on_late_is_told_why_nothing_follows(context: ApiContext, monkeypatch) -> None:
     monkeypatch.setattr(events, "SEND_S", 0.01)
     await publish(context, event("a"))
     sent = []
 
     async def send(message) -> None:
         sent.append(message)
-        if message.get("more_body"):
+        if b"joined" in message.get("body", b""):
             await asyncio.Event().wait()
 
     await asyncio.wait_for(events.EventStream(events.follow(context, after=0)).stream_response(send), 10)
-    assert [message.get("more_body") for message in sent] == [None, True]
+    assert [message.get("more_body") for message in sent] == [None, True, True, False]
+    assert sent[-1]["body"].startswith(b'event: dropped\ndata: {"reason": "slow-consumer", ')
+    assert context.finished.subscribers == 0
+
+
+async def test_a_reader_who_never_reads_costs_no_more_than_its_time(context: ApiContext, monkeypatch) -> None:
+    monkeypatch.setattr(events, "SEND_S", 0.01)
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message)
+        if "body" in message:
+            await asyncio.Event().wait()
+
+    await asyncio.wait_for(events.EventStream(events.follow(context, after=0)).stream_response(send), 10)
+    assert [message.get("more_body") for message in sent] == [None, True, False]
     assert context.finished.subscribers == 0
 
 

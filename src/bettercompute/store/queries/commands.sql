@@ -100,6 +100,18 @@ SELECT output_offset, data, dropped_bytes FROM command_output
  ORDER BY output_offset
  LIMIT :page_size;
 
+-- name: commands.output_of_batch
+-- other: read by whoever follows a run
+SELECT c.id AS command_id, c.progress, o.output_offset, o.data, o.dropped_bytes
+  FROM unnest(:command_ids::text[], :from_offsets::bigint[]) AS wanted (command_id, from_offset)
+  JOIN commands c ON c.id = wanted.command_id AND c.batch_id = :batch_id
+  LEFT JOIN LATERAL (
+    SELECT output_offset, data, dropped_bytes FROM command_output
+     WHERE command_id = wanted.command_id AND output_offset >= wanted.from_offset
+     ORDER BY output_offset LIMIT :page_size) o ON true
+ WHERE o.output_offset IS NOT NULL OR c.progress IS NOT NULL
+ ORDER BY c.id, o.output_offset;
+
 -- name: commands.lock
 -- other: the rows that request_cancel is about to change, in the order of ids
 SELECT id AS command_id, node_id, state, cancel_requested_at IS NOT NULL AS cancel_requested
