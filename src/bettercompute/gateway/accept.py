@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ipaddress
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
@@ -103,6 +104,8 @@ class Acceptor:
         self._admission: AdmissionState = opening.open_admission(
             now_ms=world.clock.monotonic_ms(), rate_per_s=config.handshakes_per_s
         )
+        self._held = 0
+        self._first_held = asyncio.Lock()
 
     async def handle(self, call: ServerCall) -> None:
         """Serve one call to its end."""
@@ -151,6 +154,9 @@ class Acceptor:
 
     async def _session(self, call: ServerCall) -> None:
         certificate = self._certificate(call)
+        await self._hold(call)
+        if call.ended:
+            return
         life = self._admit_session(call, certificate)
         with _counted(life):
             opened_under = life.fence.opening
@@ -183,6 +189,23 @@ class Acceptor:
             recorded=False,
         )
 
+    async def _hold(self, call: ServerCall) -> None:
+        """Keep a stream that has waited before until it is its turn: first come, first served. Others do not wait."""
+        attempt = parse_attempt(call.metadata.get(ATTEMPT_METADATA))
+        if not opening.may_be_held(self._admission, self._condition(self._lives.life), attempt=attempt):
+            return
+        self._held += 1
+        try:
+            async with self._first_held:
+                while not call.ended and (wait_ms := self._hold_ms()):  # noqa: ASYNC110 - it waits for time as well
+                    await asyncio.sleep(wait_ms / 1000)
+        finally:
+            self._held -= 1
+
+    def _hold_ms(self) -> int:
+        condition = self._condition(self._lives.life)
+        return opening.hold_ms(self._admission, condition, now_ms=self._world.clock.monotonic_ms())
+
     def _admit_session(self, call: ServerCall, certificate: CertificateFacts) -> GatewayLife:
         life = self._lives.life
         self._admission, refused = opening.admit_session(
@@ -201,7 +224,7 @@ class Acceptor:
     def _condition(self, life: GatewayLife | None) -> GatewayCondition:
         if life is None or not self._revocations.loaded:
             return GatewayCondition(state=GatewayState.STARTING)
-        return life.condition(room_elsewhere=self._lives.room_elsewhere)
+        return replace(life.condition(room_elsewhere=self._lives.room_elsewhere), held=self._held)
 
     async def _first_frame(self, call: ServerCall, certificate: CertificateFacts) -> messages.Hello:
         try:

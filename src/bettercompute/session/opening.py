@@ -3,11 +3,13 @@
 The order is fixed so that a refusal costs little and spends nothing: the gateway's own state, then the stream limit,
 then the revocation set, and only then a token of the handshake bucket. A refusal by the bucket is an *appointment*:
 the k-th daemon refused is told to come back k/rate from now, so a herd drains at the bucket's rate and nobody polls.
-The bucket is one value; nothing in it grows with the fleet. See docs/sessions.md, "Opening"; decisions 0102.
+Who kept appointments in vain is held on its stream instead of being refused again. The bucket is one value; nothing in
+it grows with the fleet. See docs/sessions.md, "Opening"; decisions 0102.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -30,6 +32,12 @@ WAITED_ATTEMPTS = 2
 RESERVED_SHARE = 4
 """A quarter of the pending Hellos is kept for those, and a quarter of a second's tokens is lent to them: what is lent
 is earned before anybody else is admitted, so that the rate stays what it is."""
+HELD_S = 5
+"""As many streams are held as the bucket lets in within this time: a daemon waits 60 s for its Welcome, so even a
+gateway that has fallen to a tenth of its rate lets all of them in. More are refused as before."""
+HELD_LOOK_MS = 10
+"""How long a held stream waits before it asks again for a place: the bucket tells when it has a token, nothing tells
+when a Hello will end."""
 BEYOND_HORIZON_MS = (30_000, 60_000)
 ROOM_ELSEWHERE_MS = (1_000, 5_000)
 NO_ROOM_MS = (30_000, 60_000)
@@ -75,6 +83,8 @@ class GatewayCondition:
     hellos_pending: int = 0
     hellos_max: int = PENDING_HELLOS_MAX
     """Near so many no token is spent: the stream would only be refused at its Hello."""
+    held: int = 0
+    """Streams that are held: nobody else is admitted before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +133,42 @@ def admit_session(
     if revocation is not None:
         return state, refuse(Reason.REVOKED, notice_text(revocation))
     state = _refilled(state, now_ms=now_ms)
-    newcomer = attempt == 0
-    waited = attempt is not None and attempt >= WAITED_ATTEMPTS
-    places = condition.hellos_max - (0 if waited else condition.hellos_max // RESERVED_SHARE)
-    owed = state.rate_per_s / RESERVED_SHARE if waited else 0.0
-    room = condition.hellos_pending < places and state.tokens + owed >= 1
-    if room and not (newcomer and state.next_at_ms > now_ms):
+    waited = _has_waited(attempt)
+    turn = waited or not (condition.held or (attempt == 0 and state.next_at_ms > now_ms))
+    if turn and _has_place(condition, waited=waited) and state.tokens + _owed(state, waited=waited) >= 1:
         return replace(state, tokens=state.tokens - 1), None
     return _book(state, now_ms=now_ms, drawn=drawn)
+
+
+def may_be_held(state: AdmissionState, condition: GatewayCondition, *, attempt: int | None) -> bool:
+    """Say whether a stream is held until its turn, behind those that are held already, in place of being refused."""
+    return _has_waited(attempt) and condition.held < HELD_S * state.rate_per_s
+
+
+def hold_ms(state: AdmissionState, condition: GatewayCondition, *, now_ms: int) -> int:
+    """Return how long the first of the held streams waits before it looks again; 0: `admit_session` answers it now."""
+    if _refused_by_condition(condition, drawn=0.0) is not None:
+        return 0
+    if not _has_place(condition, waited=True):
+        return HELD_LOOK_MS
+    state = _refilled(state, now_ms=now_ms)
+    lacking = 1 - state.tokens - _owed(state, waited=True)
+    return max(0, math.ceil(lacking * 1000 / state.rate_per_s))
+
+
+def _has_waited(attempt: int | None) -> bool:
+    return attempt is not None and attempt >= WAITED_ATTEMPTS
+
+
+def _has_place(condition: GatewayCondition, *, waited: bool) -> bool:
+    """Say whether a Hello has a place; the last of them are kept for those who have waited."""
+    kept = 0 if waited else condition.hellos_max // RESERVED_SHARE
+    return condition.hellos_pending < condition.hellos_max - kept
+
+
+def _owed(state: AdmissionState, *, waited: bool) -> float:
+    """Return how many tokens the bucket lends."""
+    return state.rate_per_s / RESERVED_SHARE if waited else 0.0
 
 
 def admit_join(

@@ -395,3 +395,82 @@ def test_two_gateways_worth_of_a_herd() -> None:
     last_ms, attempts_max = herd(nodes=2_000, rate=100, spread_ms=5_000)
     assert last_ms <= 2_000 / 100 * 1000 + 5_000
     assert attempts_max <= 3
+
+
+# Held streams
+
+
+def test_who_was_refused_twice_is_held_in_place_of_being_refused() -> None:
+    state = opening.open_admission(now_ms=0, rate_per_s=100)
+    held = [opening.may_be_held(state, SERVING, attempt=attempt) for attempt in (0, 1, None, 2, 3)]
+    assert held == [False, False, False, True, True]
+    assert opening.may_be_held(state, replace(SERVING, held=499), attempt=2)
+    assert not opening.may_be_held(state, replace(SERVING, held=500), attempt=2), "five seconds' worth"
+
+
+def test_a_held_stream_looks_again_when_there_is_a_token_a_place_or_an_end() -> None:
+    rich, poor = opening.open_admission(now_ms=0, rate_per_s=100), replace(drained(rate_per_s=100), tokens=-24.5)
+    full = replace(SERVING, hellos_pending=64)
+    assert opening.hold_ms(rich, SERVING, now_ms=0) == 0
+    assert opening.hold_ms(poor, SERVING, now_ms=0) == 5, "half a token is lacking"
+    assert opening.hold_ms(poor, SERVING, now_ms=5) == 0
+    assert opening.hold_ms(rich, full, now_ms=0) == opening.HELD_LOOK_MS
+    assert opening.hold_ms(rich, replace(full, state=GatewayState.DRAINING), now_ms=0) == 0, "it is told at once"
+    assert admit(poor, attempt=2, now_ms=5)[1] is None
+
+
+def test_nobody_is_admitted_before_those_who_are_held() -> None:
+    state = opening.open_admission(now_ms=0, rate_per_s=100)
+    somebody_held = replace(SERVING, held=1)
+    assert [admit(state, somebody_held, attempt=attempt)[1] is None for attempt in (0, 1, None, 2)] == [
+        *(False, False, False),
+        True,
+    ]
+
+
+@pytest.mark.parametrize(("hello_ms", "spread_ms"), [(1, 0), (1, 5_000), (12, 5_000), (16, 0), (16, 5_000), (25, 0)])
+def test_nobody_is_refused_a_third_time_by_a_gateway_that_cannot_keep_its_rate(hello_ms: int, spread_ms: int) -> None:
+    """One server that takes `hello_ms` for each Hello, and a herd of 1,000 at a rate of 100 a second."""
+    dice, herd, rate_per_s = random.Random(17), 1_000, 100
+    state = opening.open_admission(now_ms=0, rate_per_s=rate_per_s)
+    # When it arrives, and how often it was refused. Beside them: a Hello's end, and a look of those that are held.
+    ended, look = -1, -2
+    arrivals = [(dice.uniform(0, spread_ms), number, 0) for number in range(herd)]
+    heapq.heapify(arrivals)
+    held: list[int] = []
+    free_at_ms, pending, connected, worst, now_ms = 0.0, 0, 0, 0, 0.0
+
+    def serve() -> None:
+        nonlocal free_at_ms, pending
+        pending += 1
+        free_at_ms = max(free_at_ms, now_ms) + hello_ms
+        heapq.heappush(arrivals, (free_at_ms, ended, ended))
+
+    while connected < herd:
+        now_ms, number, attempt = heapq.heappop(arrivals)
+        condition = replace(SERVING, hellos_pending=pending, held=len(held))
+        if attempt == ended:
+            pending, connected = pending - 1, connected + 1
+        elif attempt == look:
+            pass
+        elif attempt >= 2 and opening.may_be_held(state, condition, attempt=attempt):
+            held.append(attempt)
+        else:
+            state, refused = admit(state, condition, attempt=attempt, now_ms=int(now_ms), drawn=dice.random())
+            if refused is None:
+                serve()
+            else:
+                worst = max(worst, attempt + 1)
+                assert refused.pushback_ms is not None
+                heapq.heappush(arrivals, (now_ms + refused.pushback_ms, number, attempt + 1))
+        while held:
+            condition = replace(SERVING, hellos_pending=pending, held=len(held))
+            if opening.hold_ms(state, condition, now_ms=int(now_ms)):
+                break
+            state, refused = admit(state, condition, attempt=held.pop(0), now_ms=int(now_ms))
+            assert refused is None
+            serve()
+        if held and (not arrivals or arrivals[0][1] != look):
+            heapq.heappush(arrivals, (now_ms + opening.HELD_LOOK_MS, look, look))
+    assert worst <= 2
+    assert now_ms < herd * max(hello_ms, 1_000 / rate_per_s) * 1.1 + spread_ms
