@@ -34,8 +34,8 @@ def p99(sorted_ms: Sequence[float]) -> float:
     return sorted_ms[int(len(sorted_ms) * 0.99)]
 
 
-# Two runs of five met 1.5 x; in three, one round of a hundred took some 130 ms in place of 50, for a cause not yet found.
-UNPROVEN = pytest.mark.xfail(strict=False, reason="in some runs one round of the others takes 130 ms in place of 50")
+# Two runs of five met 1.5 x; in three the p99 was some 130 ms in place of 50, for a cause not yet found.
+UNPROVEN = pytest.mark.xfail(strict=False, reason="in some runs the p99 of the others is 130 ms in place of 50")
 
 
 @pytest.mark.parametrize(
