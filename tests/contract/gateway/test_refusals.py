@@ -233,6 +233,14 @@ class TestBucket:
             pushback_ms = int(daemon.call.trailers["grpc-retry-pushback-ms"])
             assert number * 1_000 * 0.85 <= pushback_ms <= number * 1_000 * 1.1
 
+    async def test_who_kept_two_appointments_in_vain_is_held_until_there_is_a_token(self, rig):
+        await rig.connect(await rig.add_node("node-a"))
+        held = await rig.dial(await rig.add_node("node-b"), metadata={"x-bc-attempt": "2"})
+        held.say_hello()
+        another = await rig.dial(await rig.add_node("node-c"), metadata={"x-bc-attempt": "1"})
+        assert (await refused(another))[:2] == (Status.RESOURCE_EXHAUSTED, "handshakes")
+        await held.receive("welcome")
+
     async def test_join_shares_the_bucket(self, rig):
         await rig.connect(await rig.add_node("node-a"))
         with pytest.raises(Refused) as caught:
