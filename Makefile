@@ -17,7 +17,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 SEED ?= 1
 SCENARIO ?= all
 
-.PHONY: help setup demo test test-long sim check format golden proto bench docs lock clean
+.PHONY: help setup demo test test-long sim check format golden proto fuzz bench docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ golden: $(VENV)/.dev  ## tell the stories of tests/stories anew; read the differ
 
 proto: $(VENV)/.dev  ## generate the code of proto/ anew
 	$(BIN)/python -m proto.generate
+
+fuzz: $(VENV)/.dev  ## the decoders of foreign bytes under atheris; SECONDS=60 each, TARGET= one of them
+	$(BIN)/python -m tests.fuzz.run $(if $(TARGET),$(TARGET) $(or $(SECONDS),60),)
 
 bench: $(VENV)/.dev  ## the figures of docs/performance.md, as JSON lines; QUICK=1 only shows that the benches run
 	@for name in $(BENCHES); do $(BIN)/python bench/$$name.py $(if $(QUICK),--quick); done

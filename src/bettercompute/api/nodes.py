@@ -17,7 +17,7 @@ from bettercompute.api.shapes import Label, NodeDetail, NodeShape, labels_of, no
 from bettercompute.api.storable import Body, Id, Storable, Text
 from bettercompute.delivery import selectors
 from bettercompute.delivery.selectors import Requirement, check_label, check_label_key
-from bettercompute.pki.identity import check_role, check_site
+from bettercompute.pki.identity import UNREADABLE, check_role, check_site
 from bettercompute.protocol.limits import MAX_LABELS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import conditions, controller_runs, inventory, nodes
@@ -147,7 +147,7 @@ async def provision(
     """Join a node without a token. The same certificate request may ask again and gets the same certificate."""
     try:
         csr = x509.load_pem_x509_csr(request.csr_pem.encode())
-    except ValueError:
+    except UNREADABLE:
         raise refuse(Reason.BAD_CSR, "csr_pem is no PEM certificate request") from None
     made = await context.provisioner.provision(
         node_id=node_id,

@@ -171,7 +171,7 @@ class Acceptor:
             raise refuse(Reason.NO_CERTIFICATE, "no client certificate was shown: join the machine first (`bcd join`)")
         try:
             leaf = x509.load_der_x509_certificate(call.peer.certificate_chain[0])
-        except ValueError as error:
+        except identity.UNREADABLE as error:
             raise refuse(Reason.BAD_CERTIFICATE, f"the client certificate cannot be read: {error}") from error
         node = identity.identity_of(leaf)
         if node.trust_domain != self._config.trust_domain:

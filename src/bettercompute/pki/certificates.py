@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -28,7 +28,7 @@ from cryptography.x509 import verification
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from bettercompute.errors import Refused
-from bettercompute.pki.identity import NodeIdentity
+from bettercompute.pki.identity import UNREADABLE, NodeIdentity
 from bettercompute.protocol.statuses import Reason, refuse
 
 DAY_MS = 24 * 60 * 60 * 1000
@@ -178,7 +178,7 @@ def check_csr(csr_der: bytes) -> ec.EllipticCurvePublicKey:
         public_key = request.public_key()
         algorithm = request.signature_hash_algorithm
         proven = request.is_signature_valid
-    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+    except (*UNREADABLE, TypeError, InvalidSignature) as error:
         raise _bad_csr("it is not a DER certificate request, or of an unsupported algorithm") from error
     if not is_p256(public_key):
         raise _bad_csr("its key is not on P-256")
@@ -221,7 +221,7 @@ def verify_chain(
     )
     try:
         verified = builder.build_client_verifier().verify(leaf, intermediates)
-    except (verification.VerificationError, ValueError) as error:
+    except (verification.VerificationError, *UNREADABLE) as error:
         raise _unverified(leaf, error, now_ms=now_ms) from error
     for authority in verified.chain[1:]:
         if not is_p256(authority.public_key()):
@@ -234,16 +234,21 @@ def load_certificate(der: bytes) -> x509.Certificate:
     if len(der) > CERTIFICATE_BYTES_MAX:
         raise _bad_certificate(f"it has {len(der)} bytes, the limit is {CERTIFICATE_BYTES_MAX}")
     try:
-        return x509.load_der_x509_certificate(der)
-    except ValueError as error:
+        certificate = x509.load_der_x509_certificate(der)
+    except UNREADABLE as error:
         raise _bad_certificate("it is not a DER certificate") from error
+    try:
+        certificate.public_key()  # parsed when it is asked for, which nobody after this expects to fail
+    except UNREADABLE as error:
+        raise _bad_certificate("its key cannot be read") from error
+    return certificate
 
 
 def chain_from_pem(text: bytes) -> tuple[bytes, ...]:
     """Return the certificates of a PEM file as DER, in the file's order; refuse a file that holds none."""
     try:
         certificates = x509.load_pem_x509_certificates(text)
-    except ValueError as error:
+    except UNREADABLE as error:
         raise _bad_certificate("the file holds no PEM certificate") from error
     return tuple(certificate.public_bytes(Encoding.DER) for certificate in certificates)
 
@@ -368,7 +373,7 @@ def _check_leaf(leaf: x509.Certificate, use: Use) -> None:
             if isinstance(extension.value, x509.ExtendedKeyUsage)
             for usage in extension.value
         ]
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as error:
+    except UNREADABLE as error:
         raise _bad_certificate("an extension that every certificate of ours has is missing or unreadable") from error
     if constraints.ca or key_usage.key_cert_sign or not key_usage.digital_signature:
         raise _bad_certificate("it is not a leaf that may sign")

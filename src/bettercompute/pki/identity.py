@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from bettercompute.errors import Refused
 from bettercompute.protocol import messages
@@ -42,6 +43,16 @@ _AGENT_ROLES: dict[str, messages.AgentRole.ValueType] = {
     ROLE_RAMDISK: messages.AGENT_ROLE_RAMDISK,
 }
 _ROLE_NAMES = {number: name for name, number in _AGENT_ROLES.items()}
+
+UNREADABLE = (
+    ValueError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+"""What `cryptography` raises for a certificate that a stranger made up, at loading or when a part is read."""
 
 _SPIFFE_SCHEME = "spiffe:"
 _STATEMENT = "urn:bc:"
@@ -167,7 +178,7 @@ def identity_of(certificate: x509.Certificate) -> NodeIdentity:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = [name.value for name in names if isinstance(name, x509.UniformResourceIdentifier)]
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as error:
+    except UNREADABLE as error:
         raise _not_an_identity("its subject alternative names are missing or unreadable") from error
     if len(uris) != len(list(names)):
         raise _not_an_identity(

@@ -174,10 +174,11 @@ def _bundle(content: TrustContent, *, version: int, now_ms: int) -> messages.Tru
 def _root(message: messages.CommandSigningRoot) -> CommandRoot:
     try:
         certificate = x509.load_der_x509_certificate(message.certificate)
+        key = certificate.public_key()
         is_authority = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension) as error:
+    except identity.UNREADABLE as error:
         raise _bad_bundle("a command root is no CA certificate") from error
-    if not is_authority or not is_p256(certificate.public_key()):
+    if not is_authority or not is_p256(key):
         raise _bad_bundle("a command root is not a CA on P-256")
     return CommandRoot(
         certificate=certificate,
