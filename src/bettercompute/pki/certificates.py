@@ -178,7 +178,7 @@ def check_csr(csr_der: bytes) -> ec.EllipticCurvePublicKey:
         public_key = request.public_key()
         algorithm = request.signature_hash_algorithm
         proven = request.is_signature_valid
-    except (*UNREADABLE, TypeError, InvalidSignature) as error:
+    except (*UNREADABLE, InvalidSignature) as error:
         raise _bad_csr("it is not a DER certificate request, or of an unsupported algorithm") from error
     if not is_p256(public_key):
         raise _bad_csr("its key is not on P-256")

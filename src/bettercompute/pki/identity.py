@@ -45,6 +45,7 @@ _AGENT_ROLES: dict[str, messages.AgentRole.ValueType] = {
 _ROLE_NAMES = {number: name for name, number in _AGENT_ROLES.items()}
 
 UNREADABLE = (
+    TypeError,
     ValueError,
     UnsupportedAlgorithm,
     x509.InvalidVersion,
