@@ -125,13 +125,20 @@ def test_a_file_of_statements_belongs_to_a_module_of_its_name() -> None:
     assert groups == {group for group in groups if (STORE / f"{group}.py").exists()}
 
 
+# The simulator puts a fleet into the tables that joined before the story begins, past JoinService.
+SEEDS = ROOT / "src/bettercompute/testing/sim/fleet.py"
+
+
 def test_sql_is_only_in_the_store() -> None:
     pattern = re.compile(r"\b(SELECT\s+.+\s+FROM|INSERT\s+INTO|UPDATE\s+\w+\s+SET|DELETE\s+FROM)\b")
     elsewhere = [
         str(path)
         for path in (ROOT / "src").rglob("*.py")
         # SQLite's own statements are the journal's.
-        if path.parent != STORE and not path.name.startswith("journal") and pattern.search(path.read_text())
+        if path.parent != STORE
+        and path != SEEDS
+        and not path.name.startswith("journal")
+        and pattern.search(path.read_text())
     ]
     assert elsewhere == []
 

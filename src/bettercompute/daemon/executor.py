@@ -98,8 +98,13 @@ class Executor:
 
     async def _carry_out(self, run: _Run) -> None:
         log.info("command begins", command_id=run.command_id, kind=run.kind, attempt=run.attempt)
-        finished = await self._outcome(run)
-        await run.news.flush()
+        try:
+            finished = await self._outcome(run)
+            await run.news.flush()
+        except Exception as error:
+            # Outside its handler, while its end was signed or its news told: it has ended all the same.
+            log.exception("a command could not be ended as it should", command_id=run.command_id, kind=run.kind)
+            finished = run.unsigned_failure("handler-fault", f"{type(error).__name__}: {error}")
         del self._running[run.command_id]
         log.info(
             "command ended",
@@ -212,6 +217,12 @@ class _Run:
 
     def failed(self, reason: str, message: str) -> HandlerFinished:
         return self.finished(CommandState.FAILED, reason=reason, message=message)
+
+    def unsigned_failure(self, reason: str, message: str) -> HandlerFinished:
+        """Return an end that signing itself stood in the way of."""
+        return HandlerFinished(
+            command_id=self.command_id, state=CommandState.FAILED, reason=reason, message=message[:MAX_SENTENCE_CHARS]
+        )
 
     def finished(
         self, state: CommandState, *, result: bytes = b"", reason: str = "", message: str = ""

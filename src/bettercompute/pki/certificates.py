@@ -367,12 +367,8 @@ def _check_leaf(leaf: x509.Certificate, use: Use) -> None:
     try:
         constraints = leaf.extensions.get_extension_for_class(x509.BasicConstraints).value
         key_usage = leaf.extensions.get_extension_for_class(x509.KeyUsage).value
-        usages = [
-            usage
-            for extension in leaf.extensions
-            if isinstance(extension.value, x509.ExtendedKeyUsage)
-            for usage in extension.value
-        ]
+        listed = [item.value for item in leaf.extensions if isinstance(item.value, x509.ExtendedKeyUsage)]
+        usages = [usage for usages in listed for usage in usages]
     except UNREADABLE as error:
         raise _bad_certificate("an extension that every certificate of ours has is missing or unreadable") from error
     if constraints.ca or key_usage.key_cert_sign or not key_usage.digital_signature:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +128,25 @@ async def test_a_handlers_fault_costs_one_command(bench: Bench) -> None:
     bench.start(act)
     ending = await bench.ending()
     assert (ending.reason, ending.message) == ("handler-fault", "ZeroDivisionError: by design")
+
+
+async def test_an_end_that_cannot_be_signed_is_an_end_all_the_same(bench: Bench) -> None:
+    async def act(context: HandlerContext) -> bytes:
+        return b"result"
+
+    def cannot_sign(*_: object) -> messages.Signature:
+        raise OSError("the key is gone")
+
+    bench.executor._parts = replace(bench.executor._parts, sign=cannot_sign)
+    bench.start(act)
+    ending = await bench.ending()
+    assert (ending.state, ending.reason, ending.message) == (
+        CommandState.FAILED,
+        "handler-fault",
+        "OSError: the key is gone",
+    )
+    assert ending.signature is None
+    assert bench.executor.running_ids == ()
 
 
 async def test_bad_deliveries_fail_with_a_reason(bench: Bench) -> None:
