@@ -162,8 +162,9 @@ class NodeShell:
             self._rejoin_told = ""
 
     def dial_now(self) -> None:
-        """Cut a wait short: an operator asked, or the configuration changed."""
-        self._skip_wait.set()
+        """Cut a wait short: an operator asked, or the configuration changed. A session is no wait, nor is its next."""
+        if self._stream is None:
+            self._skip_wait.set()
 
     def redial(self, reason: str, message: str) -> None:
         """End the stream, if there is one, so that the next one is dialed under what has changed."""
@@ -211,6 +212,11 @@ class NodeShell:
             log.warning("no session", why=error.message, gateway=self._parts.link.url, reason=error.reason)
             self._tell_end(reason=error.reason, message=error.message)
             return
+        except Exception as error:
+            # Ours, and still no reason to dial never again.
+            log.exception("dialing failed in a way it should not", gateway=self._parts.link.url)
+            self._tell_end(reason=Reason.BUG, message=f"{type(error).__name__}: {error}")
+            return
         self._stream = stream
         leaf = stream.connection.server_certificate
         self.driver.advertise(self._parts.advertised())
@@ -234,6 +240,10 @@ class NodeShell:
         except BetterComputeError as error:
             log.warning("the session was lost", why=error.message, gateway=stream.url, reason=error.reason)
             self._ended(stream, reason=error.reason, message=error.message)
+            return
+        except Exception as error:
+            log.exception("a frame could not be obeyed", gateway=stream.url)
+            self._ended(stream, reason=Reason.BUG, message=f"{type(error).__name__}: {error}")
             return
         status = _status(call.status)
         self._ended(

@@ -25,6 +25,7 @@ from bettercompute.daemon.status import DaemonStatus, ask
 from bettercompute.delivery.commands import CommandState
 from bettercompute.errors import Refused, Unavailable
 from bettercompute.protocol import messages
+from bettercompute.session.inputs import ServerFrameReceived
 from bettercompute.system import system_world
 from bettercompute.transport.calls import DialFailed, DialKind
 from tests.unit.daemon.fake_gateway import FakeGateway, FakeSession, join, state_config
@@ -102,6 +103,25 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
     yield made
     while made.running:
         await made.kill()
+
+
+async def test_a_fault_of_ours_costs_the_session_and_not_the_node(node: Node) -> None:
+    agent = node.start()
+    session = await node.gateway.session()
+    assert agent.round is not None
+    obeyed = agent.round.driver.feed
+
+    async def faulty(given: ServerFrameReceived) -> None:
+        agent.round.driver.feed = obeyed  # type: ignore[method-assign, union-attr]  # once is enough
+        raise ZeroDivisionError("by design")
+
+    agent.round.driver.feed = faulty  # type: ignore[method-assign, assignment]  # as above
+    with structlog.testing.capture_logs() as logs:
+        session.welcome()
+        again = await node.gateway.session()
+    assert any(entry["event"] == "a frame could not be obeyed" for entry in logs)
+    again.welcome()
+    await again.frame("events")
 
 
 async def test_a_node_says_hello_works_and_says_farewell(node: Node) -> None:
