@@ -20,6 +20,7 @@ from bettercompute.errors import Unavailable
 from bettercompute.protocol import messages
 from bettercompute.protocol.limits import MAX_EVENT_BATCH_BYTES, MAX_EVENTS_PER_BATCH
 from bettercompute.session import clock, daemon_side, effects
+from bettercompute.session.authority import Authority
 from bettercompute.session.daemon_state import Advertised, DaemonSession
 from bettercompute.session.effects import DaemonEffect, JournalWrite
 from bettercompute.session.inputs import (
@@ -83,9 +84,12 @@ class Driver:
         """Queue an input."""
         self._inputs.put_nowait(given)
 
-    def advertise(self, advertised: Advertised) -> None:
-        """Replace what the next Hello claims; only between two streams."""
-        self.state = replace(self.state, advertised=advertised)
+    def advertise(self, advertised: Advertised, authority: Authority) -> None:
+        """Replace what the next Hello claims, and whom its session may obey; only between two streams.
+
+        The bundle on disk may be newer than the last one that a Welcome brought: a renewal or a re-join brings one too.
+        """
+        self.state = replace(self.state, advertised=advertised, authority=authority)
 
     async def feed(self, given: DaemonInput) -> None:
         """Queue an input from outside, waiting for room: a gateway that floods is held by its own flow control."""

@@ -128,6 +128,7 @@ class NodeRound:
                 desired=self.desired,
                 conditions=self.conditions,
                 advertised=self._advertised,
+                authority=self._authority,
                 load=self._load,
             )
         )
@@ -284,9 +285,12 @@ class NodeRound:
             facts,
             self._advertised(),
             held,
-            authority=Authority.of(self.identity.trust.content, record.approvers),
+            authority=self._authority(),
             now_ms=self._parts.world.clock.monotonic_ms(),
         )
+
+    def _authority(self) -> Authority:
+        return Authority.of(self.identity.trust.content, self.identity.record.approvers)
 
     def _advertised(self) -> Advertised:
         sections, spec = self.inventory.sections, self.desired.held

@@ -65,6 +65,8 @@ class ShellParts:
     conditions: Conditions
     advertised: Callable[[], Advertised]
     """What the next Hello claims."""
+    authority: Callable[[], Authority]
+    """Whom the identity on disk lets command this node."""
     load: Callable[[], messages.NodeLoad]
 
 
@@ -219,7 +221,7 @@ class NodeShell:
             return
         self._stream = stream
         leaf = stream.connection.server_certificate
-        self.driver.advertise(self._parts.advertised())
+        self.driver.advertise(self._parts.advertised(), self._parts.authority())
         self.driver.give(
             Dialed(
                 fresh_nonce=self._parts.world.ids.random_bytes(HELLO_NONCE_BYTES),

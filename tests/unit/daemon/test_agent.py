@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -24,11 +25,14 @@ from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.daemon.status import DaemonStatus, ask
 from bettercompute.delivery.commands import CommandState
 from bettercompute.errors import Refused, Unavailable
+from bettercompute.pki import certificates, trust
+from bettercompute.pki.trust import CommandRoot
 from bettercompute.protocol import messages
+from bettercompute.protocol.statuses import Status
 from bettercompute.session.inputs import ServerFrameReceived
 from bettercompute.system import system_world
 from bettercompute.transport.calls import DialFailed, DialKind
-from tests.unit.daemon.fake_gateway import FakeGateway, FakeSession, join, state_config
+from tests.unit.daemon.fake_gateway import FakeGateway, FakeSession, control_plane, join, state_config
 
 TERMINAL = (CommandState.SUCCEEDED, CommandState.FAILED, CommandState.CANCELLED)
 
@@ -156,6 +160,28 @@ async def test_a_node_says_hello_works_and_says_farewell(node: Node) -> None:
     await session.ended()
     with pytest.raises(Unavailable, match="no bcd runs there"):
         await node.status()
+
+
+async def test_a_bundle_that_came_with_a_renewal_is_in_force_from_the_next_session_on(node: Node) -> None:
+    keys = control_plane()
+    shutil.rmtree(node.config.state_dir)
+    join(node.config, keys=keys)
+    node.start()
+    session = await node.gateway.session()
+    session.welcome()
+    store = IdentityStore(node.config.state_dir)
+    held = store.load()
+    assert held is not None
+    root = certificates.make_command_root(serial=bytes(16), now_ms=system_world().clock.now_ms())
+    content = replace(held.trust.content, command_roots=(CommandRoot(certificate=root.certificate),))
+    store.replace_trust(trust.sign(content, version=2, key=keys.signing, now_ms=1), held.record.approvers)
+    session.end(Status.UNAVAILABLE, "go", reason="draining", pushback_ms=1)
+    again = await node.gateway.session()
+    assert again.hello.trust_version == 2
+    again.welcome()
+    again.command("c1")
+    update = await again.update("c1", CommandState.REJECTED)
+    assert update.reject_reason == messages.COMMAND_REJECT_REASON_BAD_SIGNATURE
 
 
 async def test_a_result_is_kept_until_it_is_acked(node: Node) -> None:

@@ -16,6 +16,7 @@ from bettercompute.delivery.commands import CommandState
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import pack_payload
 from bettercompute.session import daemon_side, effects
+from bettercompute.session.authority import ANYBODY
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
 from bettercompute.session.effects import DaemonEffect
 from bettercompute.session.inputs import DaemonTick, Dialed, HandlerFinished, ServerFrameReceived
@@ -222,6 +223,6 @@ async def test_a_flood_waits_for_room(bench: Bench, monkeypatch: pytest.MonkeyPa
 
 
 async def test_what_hello_claims_is_replaced_between_streams(bench: Bench) -> None:
-    bench.driver.advertise(replace(bench.driver.state.advertised, capabilities=("nvml",)))
+    bench.driver.advertise(replace(bench.driver.state.advertised, capabilities=("nvml",)), ANYBODY)
     hello = await bench.welcome()
     assert list(hello.capabilities) == ["nvml"]
