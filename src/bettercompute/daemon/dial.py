@@ -7,6 +7,7 @@ order, each of them once before any of them twice. See docs/daemon.md, "When it 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ class GatewayLink:
         self._settings = settings
         self._dial = dial or self._dial_socket
         self._untried: list[str] = []
+        self._dialing = asyncio.Lock()
 
     @property
     def last_heard_ms(self) -> int:
@@ -81,7 +83,11 @@ class GatewayLink:
         return Stream(call, connection, self.url)
 
     async def connected(self) -> Connection:
-        """Return the connection, dialing one when there is none."""
+        """Return the connection, dialing one when there is none; who asks meanwhile, a renewal, gets the same."""
+        async with self._dialing:
+            return await self._connected()
+
+    async def _connected(self) -> Connection:
         if self.connection is not None and not self.connection.closed.is_set():
             return self.connection
         self._world.dice.reseed()

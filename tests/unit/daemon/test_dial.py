@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ async def test_every_url_is_tried_before_any_is_tried_twice(bench: Bench) -> Non
         assert {first, second} == {"https://gw-a:443", "https://gw-b:443"}
     assert bench.gateway.targets[0].environment == {"HTTPS_PROXY": "http://proxy:3128"}
     assert bench.gateway.targets[0].server_name is None
+    bench.link.close()
+
+
+async def test_a_session_and_a_renewal_that_dial_at_once_share_a_connection(bench: Bench) -> None:
+    first, second = await asyncio.gather(bench.link.connected(), bench.link.connected())
+    assert first is second
+    assert len(bench.gateway.targets) == 1
     bench.link.close()
 
 
