@@ -26,6 +26,7 @@ from bettercompute.protocol.frames import decode_message, encode_message
 from bettercompute.protocol.kinds import KINDS, pack_payload, unpack_payload
 from bettercompute.protocol.statuses import decode_grpc_message, parse_attempt, parse_pushback, parse_server_time
 from bettercompute.protocol.validation import validate_for_store
+from bettercompute.transport import tls
 from bettercompute.transport.grpc_call import MessageReader
 from bettercompute.transport.h2_client import H2Client
 from bettercompute.transport.h2_server import H2Server
@@ -118,6 +119,11 @@ def token(data: bytes) -> None:
 def certificate(data: bytes) -> None:
     leaf = certificates.verify_chain([data], roots=[_node_ca().certificate], use=certificates.Use.CLIENT, now_ms=NOW_MS)
     identity.identity_of(leaf)
+
+
+def chain_of_unknown_server(data: bytes) -> None:
+    """What a probe sees of a server before anything of it is verified."""
+    assert tls.find_pinned((data,), pin=bytes(32)) is None
 
 
 def request(data: bytes) -> None:
@@ -256,6 +262,7 @@ TARGETS = {
     "jwe": Target(jwe, _sealed),
     "token": Target(token, _token_bodies),
     "certificate": Target(certificate, _leaves),
+    "chain_of_unknown_server": Target(chain_of_unknown_server, _leaves),
     "request": Target(request, lambda: [certificates.make_csr(KEY)]),
     "spiffe": Target(spiffe, _uris),
     "bundle": Target(bundle, _bundles),

@@ -22,6 +22,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from bettercompute.pki.identity import UNREADABLE
 from bettercompute.transport.calls import Identity, ServerCertificate
 
 ALPN = "h2"
@@ -170,7 +171,7 @@ def find_pinned(chain: tuple[bytes, ...], *, pin: bytes) -> bytes | None:
     for der in chain:
         try:
             matches = spki_sha256(der) == pin
-        except ValueError:
+        except UNREADABLE:
             continue  # not a certificate that could be pinned
         if matches:
             return ssl.DER_cert_to_PEM_cert(der).encode("ascii")
