@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -30,8 +31,7 @@ def events(
         return
     after: int | None = since or 0
     while after is not None:
-        wanted, place = node, after
-        page = output.run(lambda: client.get("/v1/events", after=place, node_id=wanted, limit=500))  # noqa: B023
+        page = output.run(partial(client.get, "/v1/events", after=after, node_id=node, limit=500))
         for event in page["items"]:
             _print(event, json=json)
         after = page["next"]
