@@ -287,6 +287,7 @@ class NodeRound:
             held,
             authority=self._authority(),
             now_ms=self._parts.world.clock.monotonic_ms(),
+            wall_ms=self._parts.world.clock.now_ms(),
         )
 
     def _authority(self) -> Authority:

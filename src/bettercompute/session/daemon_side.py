@@ -57,6 +57,7 @@ def start(
     *,
     authority: Authority = ANYBODY,
     now_ms: int,
+    wall_ms: int | None = None,
 ) -> Outcome:
     """Return the state at process start, after what the previous process left running has been ended, and what to
     write.
@@ -66,7 +67,9 @@ def start(
     state = DaemonSession(
         facts=facts,
         advertised=advertised,
-        clock=clock.restored(mark_ms=journal.mark_ms, confirmed_ms=journal.confirmed_ms, now_ms=now_ms),
+        clock=clock.restored(
+            mark_ms=journal.mark_ms, confirmed_ms=journal.confirmed_ms, now_ms=now_ms, wall_ms=wall_ms
+        ),
         authority=authority,
         unbatched=(journal.unbatched or Unbatched(facts.boot_id)).after_boot(facts.boot_id),
         journal_id=journal.journal_id,
@@ -116,13 +119,13 @@ def step(state: DaemonSession, given: inputs.DaemonInput, now_ms: int) -> Outcom
     """Return the state and the effects that follow from one input."""
     match given:
         case inputs.ServerFrameReceived():
-            return _frame_received(state, given, now_ms=now_ms)
+            return _frame_received(_looked(state, wall_ms=given.wall_ms, now_ms=now_ms), given, now_ms=now_ms)
         case inputs.Dialed():
             return _dialed(state, given, now_ms=now_ms)
         case inputs.StreamEnded():
             return _stream_ended(state, given)
         case inputs.DaemonTick():
-            return daemon_beats.ticked(state, given, now_ms=now_ms)
+            return daemon_beats.ticked(_looked(state, wall_ms=given.wall_ms, now_ms=now_ms), given, now_ms=now_ms)
         case inputs.HandlerProgressed():
             return daemon_commands.progressed(state, given, now_ms=now_ms)
         case inputs.HandlerFinished():
@@ -142,6 +145,12 @@ def step(state: DaemonSession, given: inputs.DaemonInput, now_ms: int) -> Outcom
             return daemon_beats.events_sent(state, session_id=session_id, last_seq=last_seq)
         case _:
             return _held(state, given)
+
+
+def _looked(state: DaemonSession, *, wall_ms: int, now_ms: int) -> DaemonSession:
+    """Compare the host's clocks before anything is judged by them."""
+    seen = clock.looked(state.clock, wall_ms=wall_ms, now_ms=now_ms)
+    return state if seen is state.clock else replace(state, clock=seen)
 
 
 def _held(state: DaemonSession, given: inputs.StatusChanged | inputs.SpecHeld | inputs.TrustHeld) -> Outcome:

@@ -197,3 +197,46 @@ def test_time_a_daemon_lives_by_never_steps_back_within_what_is_confirmed(moves:
 def test_a_host_clock_that_agrees_never_moves_confirmed_time_back() -> None:
     state = accepted(joined_at(), T + MINUTE_MS, wall_ms=T, now_ms=2 * MINUTE_MS)
     assert clock.confirmed_time(state, now_ms=2 * MINUTE_MS) == T + 2 * MINUTE_MS
+
+
+def leapt_in_session(*, leap_ms: int, looks_ms: int = 10_000) -> Clock:
+    """A session whose monotonic clock leaps between two heartbeats, and what is believed after it."""
+    state = accepted(clock.looked(joined_at(), wall_ms=T, now_ms=0), T)
+    state = clock.looked(state, wall_ms=T + looks_ms, now_ms=looks_ms + leap_ms)
+    return clock.ticked(state, wall_ms=T + looks_ms, now_ms=looks_ms + leap_ms)
+
+
+@given(st.integers(clock.LEAP_ALLOWED_MS + 1, 1000 * HOUR_MS))
+def test_a_leap_of_the_monotonic_clock_moves_no_time(leap_ms: int) -> None:
+    state = leapt_in_session(leap_ms=leap_ms)
+    now_ms = 10_000 + leap_ms
+    assert state.mark_ms == T + 10_000
+    assert clock.session_time(state, now_ms=now_ms) == T + 10_000
+    assert clock.confirmed_time(state, now_ms=now_ms) == T + 10_000
+    assert isinstance(welcome(state, T + 11_000, now_ms=now_ms + 1_000), Clock), "an honest gateway is believed"
+
+
+def test_an_adjustment_is_no_leap() -> None:
+    state = leapt_in_session(leap_ms=clock.LEAP_ALLOWED_MS)
+    assert clock.session_time(state, now_ms=10_000 + clock.LEAP_ALLOWED_MS) == T + 10_000 + clock.LEAP_ALLOWED_MS
+
+
+def test_time_that_both_clocks_saw_pass_counts_however_long_it_was() -> None:
+    state = clock.looked(joined_at(), wall_ms=T, now_ms=0)
+    later = clock.looked(state, wall_ms=T + 100 * HOUR_MS, now_ms=100 * HOUR_MS)
+    assert clock.confirmed_time(later, now_ms=100 * HOUR_MS) == T + 100 * HOUR_MS
+
+
+def test_a_wall_that_is_set_back_costs_what_passed_since_the_last_look() -> None:
+    state = clock.looked(joined_at(), wall_ms=T, now_ms=0)
+    state = clock.looked(state, wall_ms=T + 10_000, now_ms=10_000)
+    back = clock.looked(state, wall_ms=T - 24 * HOUR_MS, now_ms=10_000 + 10 * MINUTE_MS)
+    assert clock.confirmed_time(back, now_ms=10_000 + 10 * MINUTE_MS) == T + 10_000
+    forward = clock.looked(state, wall_ms=T + 24 * HOUR_MS, now_ms=10_000 + 10 * MINUTE_MS)
+    assert clock.confirmed_time(forward, now_ms=10_000 + 10 * MINUTE_MS) == T + 10_000 + 10 * MINUTE_MS
+
+
+def test_a_leap_before_the_first_welcome_is_seen_by_who_looked_at_the_start() -> None:
+    state = clock.restored(mark_ms=T, confirmed_ms=T, now_ms=0, wall_ms=NO_CLOCK)
+    state = accepted(clock.looked(state, wall_ms=NO_CLOCK + 5_000, now_ms=5_000 + HOUR_MS), T + 5_000, now_ms=HOUR_MS)
+    assert state.mark_ms == T + 5_000
