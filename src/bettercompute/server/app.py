@@ -51,7 +51,7 @@ from bettercompute.services.join import JoinService
 from bettercompute.services.keys import ServiceKeys, load_service_keys
 from bettercompute.services.provision import ProvisionService
 from bettercompute.store import controller_runs, migrations
-from bettercompute.store.database import GATEWAY_LIMITS, Database
+from bettercompute.store.database import GATEWAY_LIMITS, SERVER_LIMITS, Database
 from bettercompute.transport.tls import reloading
 from bettercompute.world import World
 
@@ -174,7 +174,11 @@ def _check_files(config: Config, *, roles: frozenset[Role], world: World) -> Non
 
 async def _open_database(stack: contextlib.AsyncExitStack, config: Config, dsn: str, world: World) -> Database:
     database = await Database.open(
-        dsn, dice=world.dice, application_name="better-compute", pool_size=config.database.pool_size
+        dsn,
+        dice=world.dice,
+        application_name="better-compute",
+        pool_size=config.database.pool_size,
+        limits=SERVER_LIMITS,
     )
     stack.push_async_callback(database.close)
     return database

@@ -179,6 +179,9 @@ class Limits:
 GATEWAY_LIMITS = Limits(statement_timeout_ms=5_000, idle_in_transaction_timeout_ms=5_000)
 # The lease must renew or fail well inside its 15 s.
 LEASE_LIMITS = Limits(statement_timeout_ms=3_000, idle_in_transaction_timeout_ms=3_000)
+# Of API and workers, whose longest statements touch some thousand rows: a connection that a firewall has forgotten must
+# not hold a controller until TCP gives it up, a quarter of an hour later.
+SERVER_LIMITS = Limits(statement_timeout_ms=30_000, idle_in_transaction_timeout_ms=30_000)
 NO_LIMITS = Limits()
 
 
