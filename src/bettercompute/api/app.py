@@ -6,7 +6,7 @@ from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import bettercompute
-from bettercompute.api import batches, commands, events, gateways, nodes, problems, specs, tokens, waiting
+from bettercompute.api import batches, commands, events, gateways, nodes, problems, specs, standing, tokens, waiting
 from bettercompute.api.auth import Principal, authenticate
 from bettercompute.api.bounds import Bounds
 from bettercompute.api.context import ApiContext, Context
@@ -54,6 +54,7 @@ def create_app(context: ApiContext) -> FastAPI:
     for part in (
         router,
         nodes.router,
+        standing.router,
         specs.router,
         waiting.router,
         events.router,

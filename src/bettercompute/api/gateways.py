@@ -5,13 +5,14 @@ Asking twice changes nothing, so no idempotency key is needed; the gateway follo
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
+from pydantic import BaseModel
 
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
-from bettercompute.api.shapes import GatewayDetail, GatewayShape, gateway_fields
+from bettercompute.api.shapes import rfc3339
 from bettercompute.api.storable import Id
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import leases
@@ -20,12 +21,39 @@ from bettercompute.store.leases import Lease
 router = APIRouter(prefix="/v1/gateways", tags=["gateways"])
 
 
+class GatewayShape(BaseModel):
+    """A gateway by its lease."""
+
+    gateway_id: str
+    live: bool
+    draining: bool
+    advertise_url: str
+    version: str
+    sessions: int
+    sessions_max: int
+    drain_requested_at: str | None
+    drain_requested_by: str | None
+    started_at: str | None
+    renewed_at: str | None
+    retired_at: str | None
+
+
+class GatewayDetail(GatewayShape):
+    """A gateway with the nodes whose session is its own by their rows: exact, where `sessions` is a renewal old."""
+
+    nodes: int
+    node_ids: list[str]
+    """The first of them."""
+    refuses: bool
+    """It has seen that it is to drain: nobody comes in any more."""
+
+
 @router.get("")
 async def list_gateways(
     context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
 ) -> dict[str, list[GatewayShape]]:
     """List the gateways that are not retired."""
-    return {"items": [GatewayShape(**gateway_fields(lease)) for lease in await leases.list_all(context.database)]}
+    return {"items": [GatewayShape(**_fields(lease)) for lease in await leases.list_all(context.database)]}
 
 
 @router.get("/{gateway_id}")
@@ -73,4 +101,22 @@ async def _lease(context: ApiContext, gateway_id: str, *, must_live: bool = Fals
 
 async def _detail(context: ApiContext, lease: Lease) -> GatewayDetail:
     held = await leases.held(context.database, name=lease.name)
-    return GatewayDetail(**gateway_fields(lease), nodes=held.nodes, node_ids=list(held.names), refuses=lease.refuses)
+    return GatewayDetail(**_fields(lease), nodes=held.nodes, node_ids=list(held.names), refuses=lease.refuses)
+
+
+def _fields(lease: Lease) -> dict[str, Any]:
+    """Return the fields of a `GatewayShape`."""
+    return {
+        "gateway_id": lease.name,
+        "live": lease.live,
+        "draining": lease.draining,
+        "advertise_url": lease.advertise_url,
+        "version": lease.version,
+        "sessions": lease.stream_count,
+        "sessions_max": lease.stream_limit,
+        "drain_requested_at": rfc3339(lease.drain_requested_at_ms),
+        "drain_requested_by": lease.drain_requested_by,
+        "started_at": rfc3339(lease.started_at_ms),
+        "renewed_at": rfc3339(lease.renewed_at_ms),
+        "retired_at": rfc3339(lease.retired_at_ms),
+    }

@@ -14,10 +14,11 @@ from bettercompute.delivery.commands import TERMINAL, CommandState
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import ProtocolError
 from bettercompute.protocol.kinds import KINDS, decode_result
+from bettercompute.session import standing
+from bettercompute.session.standing import Lock
 from bettercompute.store.commands import Command, OutputPiece
 from bettercompute.store.conditions import Condition
 from bettercompute.store.inventory import Section
-from bettercompute.store.leases import Lease
 from bettercompute.store.nodes import Node
 from bettercompute.store.tokens import Token
 
@@ -61,6 +62,23 @@ class SessionShape(BaseModel):
     disconnected_at: str | None
 
 
+class LockShape(BaseModel):
+    """A lock that is in force. `until` None: until it is undone."""
+
+    by: str
+    reason: str
+    since: str | None
+    until: str | None
+
+
+class RevocationShape(BaseModel):
+    """Why no certificate of the node is good any more; `by` None: the control plane itself did it."""
+
+    by: str | None
+    reason: str
+    at: str | None
+
+
 class NodeShape(BaseModel):
     """A node as listings show it."""
 
@@ -75,6 +93,9 @@ class NodeShape(BaseModel):
     spec_generation: int
     observed_generation: int
     applied_generation: int
+    lock: LockShape | None
+    revoked: RevocationShape | None
+    quarantined: RevocationShape | None
     labels: list[Label]
     session: SessionShape
 
@@ -158,33 +179,6 @@ class TokenShape(BaseModel):
     used_at: str | None
 
 
-class GatewayShape(BaseModel):
-    """A gateway by its lease."""
-
-    gateway_id: str
-    live: bool
-    draining: bool
-    advertise_url: str
-    version: str
-    sessions: int
-    sessions_max: int
-    drain_requested_at: str | None
-    drain_requested_by: str | None
-    started_at: str | None
-    renewed_at: str | None
-    retired_at: str | None
-
-
-class GatewayDetail(GatewayShape):
-    """A gateway with the nodes whose session is its own by their rows: exact, where `sessions` is a renewal old."""
-
-    nodes: int
-    node_ids: list[str]
-    """The first of them."""
-    refuses: bool
-    """It has seen that it is to drain: nobody comes in any more."""
-
-
 def labels_of(node: Node) -> list[Label]:
     """Return what the control plane says of a node, and what operators say."""
     labels = [Label(key=key, value=value, source="system") for key, value in node.system_labels.items()]
@@ -206,6 +200,7 @@ def node_fields(node: Node, *, now_ms: int) -> dict[str, Any]:
         "spec_generation": node.spec_generation,
         "observed_generation": node.observed_generation,
         "applied_generation": node.applied_generation,
+        **_standing_fields(node, now_ms=now_ms),
         "labels": labels_of(node),
         "session": SessionShape(
             gateway_id=session.gateway_id,
@@ -223,6 +218,26 @@ def node_fields(node: Node, *, now_ms: int) -> dict[str, Any]:
             last_seen_age_ms=None if session.last_seen_ms is None else max(0, now_ms - session.last_seen_ms),
             disconnected_at=rfc3339(session.disconnected_at_ms),
         ),
+    }
+
+
+def _standing_fields(node: Node, *, now_ms: int) -> dict[str, Any]:
+    """Return what bars a node: nothing of it, or what operators and the control plane have said."""
+    lock = None
+    if node.locked_by is not None:
+        lock = standing.in_force(
+            Lock(by=node.locked_by, reason=node.lock_reason or "", until_ms=node.locked_until_ms), now_ms=now_ms
+        )
+    return {
+        "lock": None
+        if lock is None
+        else LockShape(by=lock.by, reason=lock.reason, since=rfc3339(node.locked_at_ms), until=rfc3339(lock.until_ms)),
+        "revoked": None
+        if node.revoked_at_ms is None
+        else RevocationShape(by=node.revoked_by, reason=node.revoked_reason or "", at=rfc3339(node.revoked_at_ms)),
+        "quarantined": None
+        if node.quarantined_at_ms is None
+        else RevocationShape(by=None, reason=node.quarantine_reason or "", at=rfc3339(node.quarantined_at_ms)),
     }
 
 
@@ -340,21 +355,3 @@ def token_shape(token: Token) -> TokenShape:
         expires_at=rfc3339(token.expires_at_ms),
         used_at=rfc3339(token.used_at_ms),
     )
-
-
-def gateway_fields(lease: Lease) -> dict[str, Any]:
-    """Return the fields of a `GatewayShape`."""
-    return {
-        "gateway_id": lease.name,
-        "live": lease.live,
-        "draining": lease.draining,
-        "advertise_url": lease.advertise_url,
-        "version": lease.version,
-        "sessions": lease.stream_count,
-        "sessions_max": lease.stream_limit,
-        "drain_requested_at": rfc3339(lease.drain_requested_at_ms),
-        "drain_requested_by": lease.drain_requested_by,
-        "started_at": rfc3339(lease.started_at_ms),
-        "renewed_at": rfc3339(lease.renewed_at_ms),
-        "retired_at": rfc3339(lease.retired_at_ms),
-    }

@@ -99,9 +99,9 @@ class ApiClient:
         """Return the JSON of `PATCH path`: some of a thing."""
         return self._request("PATCH", path, json=dict(body))
 
-    def delete(self, path: str) -> Any:
+    def delete(self, path: str, **query: str) -> Any:
         """Return the JSON of `DELETE path`, or None."""
-        return self._request("DELETE", path)
+        return self._request("DELETE", path, params=query)
 
     def pages(self, path: str, **query: str | int | bool | None) -> Iterator[Any]:
         """Yield the items of every page of a listing."""

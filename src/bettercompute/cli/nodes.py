@@ -9,7 +9,7 @@ import typer
 
 from bettercompute.cli import output
 from bettercompute.cli.client import ApiClient, path_of
-from bettercompute.cli.durations import format_age
+from bettercompute.cli.durations import format_age, parse_duration_ms
 from bettercompute.cli.options import Api, Json
 
 app = typer.Typer(no_args_is_help=True, help="The fleet's nodes.")
@@ -34,11 +34,12 @@ def list_nodes(
             output.print_json(node)
         return
     output.print_table(
-        ("node", "state", "site", "role", "daemon", "gateway", "epoch", "seen"),
+        ("node", "state", "standing", "site", "role", "daemon", "gateway", "epoch", "seen"),
         [
             (
                 node["node_id"],
                 node["state"],
+                standing_of(node),
                 node["site"],
                 node["role"],
                 output.cell(node["session"]["daemon_version"]),
@@ -66,6 +67,7 @@ def show(node_id: str, api: Api = None, json: Json = False) -> None:
         {
             "node": node["node_id"],
             "state": node["state"] + (f" ({node['state_reason']})" if node["state_reason"] else ""),
+            **standing_facts(node),
             "site": node["site"],
             "role": node["role"],
             "joined": node["joined_at"],
@@ -114,6 +116,29 @@ def label(
         return
     labels = ", ".join(f"{item['key']}={item['value']}" for item in answer["labels"])
     output.console.print(f"{node_id}: {labels or 'no labels'}", markup=False)
+
+
+def standing_of(node: dict[str, Any]) -> str:
+    """Return in a word whether a node may have sessions: a dash when nothing bars it."""
+    barred = [name for name in ("revoked", "quarantined") if node[name]]
+    if node["lock"]:
+        barred.append("locked")
+    return ",".join(barred) or "-"
+
+
+def standing_facts(node: dict[str, Any]) -> dict[str, str]:
+    """Return what bars a node, in words."""
+    facts = {}
+    if lock := node["lock"]:
+        end = f"until {lock['until']}" if lock["until"] else "until it is unlocked"
+        facts["locked"] = f"{end}, by {lock['by']}" + (f": {lock['reason']}" if lock["reason"] else "")
+    if revoked := node["revoked"]:
+        facts["revoked"] = f"{revoked['at']}, by {revoked['by']}" + (
+            f": {revoked['reason']}" if revoked["reason"] else ""
+        )
+    if quarantined := node["quarantined"]:
+        facts["quarantined"] = f"{quarantined['at']}: {quarantined['reason']}"
+    return facts
 
 
 def print_inventory(inventory: dict[str, Any]) -> None:
@@ -180,3 +205,71 @@ def provision(
         output.print_json(written)
     else:
         output.console.print(f"{node_id}: identity written to {out}", markup=False)
+
+
+@app.command()
+def lock(
+    node_id: str,
+    ttl: Annotated[str | None, typer.Option(help="For how long: 30m, 24h, 7d. Default: until `nodes unlock`.")] = None,
+    reason: Annotated[str, typer.Option(help="Why, for the node's log and the audit log.")] = "",
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """End a node's session at once and let none begin. Its certificates stay good, its commands wait."""
+    body = {"ttl_ms": None if ttl is None else parse_duration_ms(ttl), "reason": reason}
+    node = output.run(lambda: ApiClient.from_environment(api).post(path_of("nodes", node_id, "lock"), body))
+    _print_standing(node, json=json)
+
+
+@app.command()
+def unlock(node_id: str, api: Api = None, json: Json = False) -> None:
+    """Let a locked node come back; its daemon asks again within a minute."""
+    node = output.run(lambda: ApiClient.from_environment(api).delete(path_of("nodes", node_id, "lock")))
+    _print_standing(node, json=json)
+
+
+@app.command()
+def revoke(
+    node_id: str,
+    reason: Annotated[str, typer.Option(help="Why, for the node's log and the audit log.")] = "",
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """End a node's identity: session, certificates, and commands not sent yet. Only a new join token brings it back."""
+    ended = output.run(
+        lambda: ApiClient.from_environment(api).post(path_of("nodes", node_id, "revoke"), {"reason": reason})
+    )
+    _print_ended(ended, "revoked", json=json)
+
+
+@app.command()
+def forget(
+    node_id: str,
+    reason: Annotated[str, typer.Option(help="Why, for the audit log.")] = "",
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """Remove a node that is gone for good; one that still has a session is refused. Its commands end."""
+    ended = output.run(lambda: ApiClient.from_environment(api).delete(path_of("nodes", node_id), reason=reason))
+    _print_ended(ended, "forgotten", json=json)
+
+
+def _print_standing(node: dict[str, Any], *, json: bool) -> None:
+    if json:
+        output.print_json(node)
+        return
+    facts = "; ".join(f"{name} {words}" for name, words in standing_facts(node).items())
+    output.console.print(f"{node['node_id']}: {facts or 'nothing bars it'}", markup=False)
+
+
+def _print_ended(ended: dict[str, Any], what: str, *, json: bool) -> None:
+    if json:
+        output.print_json(ended)
+        return
+    counts = {
+        "certificates revoked": len(ended["revoked_serials"]),
+        "commands cancelled": ended["commands_cancelled"],
+        "commands failed": ended["commands_failed"],
+    }
+    words = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    output.console.print(f"{ended['node_id']}: {what}" + (f"; {words}" if words else ""), markup=False)

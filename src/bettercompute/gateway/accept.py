@@ -198,6 +198,7 @@ class Acceptor:
         try:
             async with self._first_held:
                 while not call.ended and (wait_ms := self._hold_ms()):  # noqa: ASYNC110 - it waits for time as well
+            locked=self._revocations.locked(certificate.node_id),
                     await asyncio.sleep(wait_ms / 1000)
         finally:
             self._held -= 1
@@ -271,6 +272,8 @@ class Acceptor:
         state, effects = gateway_side.open_session(
             plan,
             spec=spec,
+            # What the feed has read while this Hello was being committed.
+            self._revocations.look_at(session)
             trust=self._trust.bundle if plan.send_trust else None,
             server_time_ms=self._server_time.now_ms(),
             now_ms=self._world.clock.monotonic_ms(),

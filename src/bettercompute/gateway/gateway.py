@@ -73,7 +73,7 @@ class Gateway:
         self.config = config
         self.metrics = metrics or GatewayMetrics()
         self.server_time = ServerTime(world.clock)
-        self.revocations = RevocationFeed(database, world=world)
+        self.revocations = RevocationFeed(database, server_time=self.server_time, world=world)
         self.trust = PublishedTrust(services)
         self.neighbours = Neighbours(database)
         self._database = database

@@ -355,6 +355,7 @@ class GatewayLife:
             trust_version=trust_version,
             duplicate_hellos_max=self._config.duplicate_hellos_max,
             duplicate_window_ms=self._config.duplicate_window_ms,
+            drawn=self._world.dice.uniform(0, 1),
         )
 
     # Surroundings of a session

@@ -26,6 +26,7 @@ class Cause(Enum):
     HEARTBEAT_TIMEOUT = auto()
     CERTIFICATE_EXPIRED = auto()
     REVOKED = auto()
+    LOCKED = auto()
     FACTS_FAILED = auto()
     FACTS_POISONED = auto()
     SLOW_CONSUMER = auto()
@@ -50,6 +51,7 @@ CLOSINGS: Mapping[Cause, Closing] = {
     Cause.HEARTBEAT_TIMEOUT: Closing(Status.UNAVAILABLE, Reason.HEARTBEAT_TIMEOUT, disconnect_write=True),
     Cause.CERTIFICATE_EXPIRED: Closing(Status.UNAUTHENTICATED, Reason.CERTIFICATE_EXPIRED, disconnect_write=True),
     Cause.REVOKED: Closing(Status.UNAUTHENTICATED, Reason.REVOKED, disconnect_write=True),
+    Cause.LOCKED: Closing(Status.PERMISSION_DENIED, Reason.LOCKED, disconnect_write=True),
     Cause.FACTS_FAILED: Closing(Status.UNAVAILABLE, Reason.DATABASE, disconnect_write=True),
     Cause.FACTS_POISONED: Closing(Status.INVALID_ARGUMENT, Reason.INVALID_FRAME, disconnect_write=True),
     Cause.SLOW_CONSUMER: Closing(Status.RESOURCE_EXHAUSTED, Reason.SLOW_CONSUMER, disconnect_write=True),
@@ -61,10 +63,10 @@ CLOSINGS: Mapping[Cause, Closing] = {
 }
 
 
-def close(cause: Cause, message: str) -> Close:
-    """Return the closing effect of a cause, with a sentence for the daemon's log."""
+def close(cause: Cause, message: str, *, pushback_ms: int | None = None) -> Close:
+    """Return the closing effect of a cause, with a sentence for the daemon's log and when it may come back."""
     closing = CLOSINGS[cause]
-    return Close(closing.status, closing.reason, message, closing.disconnect_write)
+    return Close(closing.status, closing.reason, message, closing.disconnect_write, pushback_ms=pushback_ms)
 
 
 def close_refused(error: BetterComputeError) -> Close:

@@ -158,6 +158,8 @@ def _ended(given: inputs.EndingInput) -> tuple[GatewayEffect, ...]:
         case inputs.Revoked(notice):
             told = SendFrame(messages.ServerFrame(revoked=notice))
             return told, closing.close(Cause.REVOKED, notice.message or "the certificate is revoked")
+        case inputs.Locked(message, pushback_ms):
+            return (closing.close(Cause.LOCKED, message, pushback_ms=pushback_ms),)
         case inputs.FactsFailed(message):
             return (closing.close(Cause.FACTS_FAILED, message),)
         case inputs.FactsPoisoned(message):

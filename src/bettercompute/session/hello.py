@@ -15,7 +15,7 @@ from bettercompute.protocol import capabilities, messages
 from bettercompute.protocol.limits import MAX_DONE_RESULTS, MAX_HELLO_BYTES
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.versions import Negotiated, ProtocolRange, negotiate
-from bettercompute.session import announcements, duplicate_identity, epochs, resume
+from bettercompute.session import announcements, duplicate_identity, epochs, resume, standing
 from bettercompute.session.announcements import JournalSeen
 from bettercompute.session.daemon_state import DaemonSession
 from bettercompute.session.hello_plan import (
@@ -43,6 +43,8 @@ def decide(facts: HelloFacts, hello: messages.Hello) -> HelloPlan | HelloRefusal
 
     The Hello has passed `opening.check_hello` and `protocol.validation`.
     """
+    if facts.node.revocation is not None:
+        return HelloRefusal(standing.refuse_revoked(hello.node_id, facts.node.revocation))
     refusal = _refused_certificate(facts)
     if refusal is not None:
         return refusal
@@ -54,6 +56,9 @@ def decide(facts: HelloFacts, hello: messages.Hello) -> HelloPlan | HelloRefusal
                 f"node {hello.node_id} has not joined here: join it with a token (`better-compute token create`)",
             )
         )
+    lock = standing.in_force(facts.node.lock, now_ms=facts.now_ms)
+    if lock is not None:
+        return HelloRefusal(standing.refuse_locked(hello.node_id, lock, now_ms=facts.now_ms, drawn=facts.gateway.drawn))
     judgement = duplicate_identity.judge(
         row,
         duplicate_identity.Claim(

@@ -17,6 +17,7 @@ from bettercompute.delivery.facts import CommandFact
 from bettercompute.errors import Refused
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason
+from bettercompute.session.standing import Lock, Revocation
 
 # --- Facts
 
@@ -110,6 +111,10 @@ class NodeFacts:
     """0: no spec."""
     conditions: frozenset[str] = frozenset()
     """Types of the conditions that hold and that the control plane owns (`DuplicateIdentity`, `RebootLoop`)."""
+    lock: Lock | None = None
+    """By an operator; it may have ended by itself."""
+    revocation: Revocation | None = None
+    """By an operator, of the present identity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +140,8 @@ class GatewayFacts:
     """Of the newest published bundle; 0: none."""
     duplicate_hellos_max: int = 3
     duplicate_window_ms: int = 600_000
+    drawn: float = 0.0
+    """Even from [0, 1): spreads those who are told when to come back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

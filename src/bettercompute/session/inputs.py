@@ -131,6 +131,14 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """An operator has locked the node: what `standing.refuse_locked` says of it."""
+
+    message: str
+    pushback_ms: int
+
+
 class LeaseLost:
     """The gateway is fenced: nothing of this session may be written any more, not even its end."""
 
@@ -192,6 +200,7 @@ EndingInput = (
     | LeaseLost
     | Revoked
     | FactsFailed
+    | Locked
     | FactsPoisoned
     | SlowConsumer
     | GatewayStopping

@@ -119,19 +119,22 @@ def admit_session(
     *,
     attempt: int | None,
     revocation: messages.RevocationNotice | None,
+    locked: Refused | None = None,
     now_ms: int,
     drawn: float,
 ) -> tuple[AdmissionState, Refused | None]:
     """Return the bucket after a Session stream asked to come in, and its refusal, or None when it is admitted.
 
     `attempt` is the parsed `x-bc-attempt` (None: the header is missing), `revocation` what the revocation set says
-    of the certificate's serial, `drawn` a number even from [0, 1).
+    of the certificate's serial, `locked` what it says of the node, `drawn` a number even from [0, 1).
     """
     refused = _refused_by_condition(condition, drawn=drawn)
     if refused is not None:
         return state, refused
     if revocation is not None:
         return state, refuse(Reason.REVOKED, notice_text(revocation))
+    if locked is not None:
+        return state, locked
     state = _refilled(state, now_ms=now_ms)
     waited = _has_waited(attempt)
     turn = waited or not (condition.held or (attempt == 0 and state.next_at_ms > now_ms))

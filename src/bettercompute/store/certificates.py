@@ -90,14 +90,20 @@ async def of_node(queries: Queries, *, node_id: str, page_size: int = 100) -> li
 
 
 async def revoke_generation(
-    transaction: Transaction, *, node_id: str, identity_generation: int, reason: str
+    transaction: Transaction, *, node_id: str, identity_generation: int, reason: str, notice: bytes | None = None
 ) -> tuple[str, ...]:
-    """Revoke every unexpired serial of one identity, tell the gateways, and return the serials.
+    """Revoke every serial of one identity, tell the gateways, and return the serials.
 
-    The caller holds the node's session row (`nodes.lock_session`), as Renew does: no serial is issued beside it.
+    Expired ones too: for a while they could still prove a re-join. `notice` is the serialized `RevocationNotice`; None:
+    the reason says it all. The caller holds the node's session row (`nodes.lock_session`), as Renew does: no serial is
+    issued beside it.
     """
     rows = await transaction.fetch(
-        "certificates.revoke_generation", node_id=node_id, identity_generation=identity_generation, reason=reason
+        "certificates.revoke_generation",
+        node_id=node_id,
+        identity_generation=identity_generation,
+        reason=reason,
+        notice=notice,
     )
     if rows:
         await transaction.execute(

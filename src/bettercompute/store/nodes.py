@@ -70,9 +70,14 @@ class Node:
     spec_generation: int
     observed_generation: int
     applied_generation: int
+    locked_at_ms: int | None
+    """A lock may have ended by itself since: `session.standing.in_force`."""
     locked_until_ms: int | None
     locked_by: str | None
     lock_reason: str | None
+    revoked_at_ms: int | None
+    revoked_by: str | None
+    revoked_reason: str | None
     quarantined_at_ms: int | None
     quarantine_reason: str | None
     joined_at_ms: int

@@ -27,6 +27,7 @@ from bettercompute.session.hello_plan import (
     RowValues,
     SessionRow,
 )
+from bettercompute.session.standing import Lock, Revocation
 from bettercompute.store import channels
 from bettercompute.store.database import Queries, Row
 
@@ -123,6 +124,12 @@ async def read_hello(
             identity_generation=row["identity_generation"] or 0,
             spec_generation=row["spec_generation"] or 0,
             conditions=frozenset(row["conditions"]),
+            lock=None
+            if row["locked_by"] is None
+            else Lock(by=row["locked_by"], reason=row["lock_reason"], until_ms=row["locked_until_ms"]),
+            revocation=None
+            if row["revoked_by"] is None
+            else Revocation(by=row["revoked_by"], reason=row["revoked_reason"]),
         ),
         commands=tuple(_command_in_flight(command) for command in row["commands"]),
         inventory_hashes=dict(row["sections"]),

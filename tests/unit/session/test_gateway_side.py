@@ -163,6 +163,7 @@ ENDINGS: dict[inputs.GatewayInput, tuple[Status, str, bool]] = {
     inputs.Superseded(): (Status.ABORTED, "superseded", False),
     inputs.ZombieFound(): (Status.ABORTED, "superseded", False),
     inputs.LeaseLost(): (Status.UNAVAILABLE, "fenced", False),
+    inputs.Locked("by ops", 5): (Status.PERMISSION_DENIED, "locked", True),
     inputs.FactsFailed("away"): (Status.UNAVAILABLE, "database", True),
     inputs.FactsPoisoned("NUL"): (Status.INVALID_ARGUMENT, "invalid-frame", True),
     inputs.SlowConsumer(9): (Status.RESOURCE_EXHAUSTED, "slow-consumer", True),

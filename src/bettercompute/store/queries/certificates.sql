@@ -33,13 +33,13 @@ SELECT serial, node_id, identity_generation, csr_sha256, chain, to_ms(not_before
  LIMIT :page_size;
 
 -- name: certificates.revoke_generation
--- other: every unexpired serial of one identity; runs under the session row's lock
+-- other: every serial of one identity, expired ones too; runs under the session row's lock
 WITH locked AS (
   SELECT serial FROM node_certs
-   WHERE node_id = :node_id AND identity_generation = :identity_generation
-     AND revoked_at IS NULL AND not_after > compute_now()
+   WHERE node_id = :node_id AND identity_generation = :identity_generation AND revoked_at IS NULL
    ORDER BY serial FOR NO KEY UPDATE)
-UPDATE node_certs c SET revoked_at = compute_now(), revocation_reason = :reason
+UPDATE node_certs c
+   SET revoked_at = compute_now(), revocation_reason = :reason, revocation_notice = :notice::bytea
   FROM locked WHERE c.serial = locked.serial
 RETURNING c.serial;
 

@@ -20,7 +20,8 @@ INSERT INTO node_sessions (node_id) VALUES (:node_id);
 UPDATE nodes
    SET identity_generation = identity_generation + 1, site = :site, role = :role, tenant_controlled = :tenant_controlled,
        attestor = :attestor, hardware_claims = :hardware_claims::text::jsonb, joined_at = compute_now(),
-       quarantined_at = NULL, quarantine_reason = NULL
+       quarantined_at = NULL, quarantine_reason = NULL, revoked_at = NULL, revoked_by = NULL, revoked_reason = NULL,
+       standing_changed_at = CASE WHEN revoked_at IS NULL THEN standing_changed_at ELSE compute_now() END
  WHERE node_id = :node_id
 RETURNING identity_generation;
 
@@ -29,7 +30,8 @@ RETURNING identity_generation;
 SELECT n.node_id, n.site, n.role, n.tenant_controlled, n.state, n.state_reason,
        to_ms(n.state_changed_at) AS state_changed_at_ms, n.identity_generation, n.attestor,
        n.hardware_claims::text AS hardware_claims, n.spec_generation, n.observed_generation, n.applied_generation,
-       to_ms(n.locked_until) AS locked_until_ms, n.locked_by, n.lock_reason,
+       to_ms(n.locked_at) AS locked_at_ms, to_ms(n.locked_until) AS locked_until_ms, n.locked_by, n.lock_reason,
+       to_ms(n.revoked_at) AS revoked_at_ms, n.revoked_by, n.revoked_reason,
        to_ms(n.quarantined_at) AS quarantined_at_ms, n.quarantine_reason, to_ms(n.joined_at) AS joined_at_ms,
        s.gateway_id, s.session_id, s.session_epoch, s.boot_id, s.journal_id, s.daemon_version, s.proto_max,
        s.trust_version, s.capabilities, s.acked_event_seq, s.cert_serial, s.peer_address, s.upgrade_only, s.signed_only,
