@@ -42,7 +42,7 @@ GIVE_UP_AFTER_MS = (
 # What the same request may meet with better luck later; anything else needs somebody to change something.
 _TRY_AGAIN = frozenset({Status.UNAVAILABLE, Status.RESOURCE_EXHAUSTED, Status.DEADLINE_EXCEEDED, Status.ABORTED})
 
-# A gateway of another installation, or a wrong address: no waiting makes it the right one.
+# A gateway of another installation, a wrong address, an unusable proxy: no waiting makes it the right one.
 _BAD_GATEWAY = frozenset({DialKind.BAD_TARGET, DialKind.PIN_MISMATCH, DialKind.SERVER_NAME})
 
 Dial = Callable[[DialTarget], Awaitable[Connection]]
@@ -202,7 +202,9 @@ class _Attempt:
                     return answer
                 delay_ms, why = answer.retry_after_ms, Unavailable(f"the join is deferred: {answer.message}")
             except BetterComputeError as error:
-                if error.status not in _TRY_AGAIN or (isinstance(error, DialFailed) and error.kind in _BAD_GATEWAY):
+                if isinstance(error, DialFailed) and error.kind in _BAD_GATEWAY:
+                    raise refuse(Reason.INVALID_CONFIG, error.message) from error
+                if error.status not in _TRY_AGAIN:
                     raise
                 ending = Ending(status=Status(error.status), reason=error.reason, pushback_ms=error.pushback_ms)
                 backoff, wait = next_wait(backoff, ending, drawn=self._world.dice.uniform(0, 1))

@@ -266,7 +266,12 @@ class _Dial:
             raise DialFailed(DialKind.NAME_LOOKUP, f"{what}{host} has no address: {error}") from error
         failures: list[str] = []
         for family, kind, protocol, _, address in infos:
-            sock = socket.socket(family, kind, protocol)
+            try:
+                sock = socket.socket(family, kind, protocol)
+            except OSError as error:
+                # A name may have IPv6 addresses where the kernel has no IPv6.
+                failures.append(f"{address[0]}: {error.strerror or error}")
+                continue
             sock.setblocking(False)
             try:
                 async with asyncio.timeout(self._target.timeout_s / len(infos)):

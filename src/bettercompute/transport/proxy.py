@@ -28,7 +28,7 @@ class Proxy:
 
 
 def proxy_for(host: str, port: int, environment: Mapping[str, str]) -> Proxy | None:
-    """Return the proxy for a gateway, or None for a direct dial. Raises `DialFailed` PROXY for one that is unusable."""
+    """Return the proxy for a gateway, or None for a direct dial. Raises `DialFailed` BAD_TARGET for an unusable one."""
     url = _variable(environment, "https_proxy") or _variable(environment, "all_proxy")
     if not url or _exempt(host, port, _variable(environment, "no_proxy")):
         return None
@@ -42,15 +42,27 @@ def parse_proxy(url: str) -> Proxy:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise DialFailed(DialKind.PROXY, f"the proxy URL in the environment is malformed: {error}") from error
+        raise _bad_proxy(f"the proxy URL in the environment is malformed: {error}") from error
     if parts.scheme != "http" or not parts.hostname:
         shown = f"{parts.scheme}://{parts.hostname or ''}"
-        raise DialFailed(DialKind.PROXY, f"the proxy {shown} in the environment is not of the form http://host:port")
+        raise _bad_proxy(f"the proxy {shown} in the environment is not of the form http://host:port")
     authorization = None
     if parts.username is not None:
         pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        authorization = "Basic " + base64.b64encode(pair.encode()).decode("ascii")
+        try:
+            authorization = "Basic " + base64.b64encode(pair.encode()).decode("ascii")
+        except UnicodeEncodeError:
+            # Nothing of it is quoted: it is a password.
+            raise _bad_proxy(
+                f"the name or password of the proxy {parts.hostname} in the environment is not UTF-8: write its bytes "
+                "as %XX"
+            ) from None
     return Proxy(parts.hostname, port or 80, authorization)
+
+
+def _bad_proxy(text: str) -> DialFailed:
+    """Return the failure of a dial that no waiting cures: the environment says the same at the next one."""
+    return DialFailed(DialKind.BAD_TARGET, text)
 
 
 def _variable(environment: Mapping[str, str], name: str) -> str:

@@ -198,9 +198,10 @@ async def test_another_gateway_is_tried_when_the_first_cannot_be_reached(store, 
     assert slept == []
 
 
-async def test_a_gateway_of_another_installation_is_not_waited_for(store, slept):
-    plane = ControlPlane(dials=[DialFailed(DialKind.PIN_MISMATCH, "another CA")] * 4)
-    with pytest.raises(DialFailed, match="another CA"):
+@pytest.mark.parametrize("kind", [DialKind.PIN_MISMATCH, DialKind.BAD_TARGET, DialKind.SERVER_NAME])
+async def test_what_only_people_can_cure_is_not_waited_for(store, slept, kind):
+    plane = ControlPlane(dials=[DialFailed(kind, "another CA")] * 4)
+    with pytest.raises(Refused, match="another CA"):
         await joined(store, plane)
     assert slept == []
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -257,6 +259,24 @@ async def test_nobody_listening_and_no_such_name():
     assert "127.0.0.1:1" in failure.message
     failure = await refused(DialTarget("https://a..b:1", PKI.serving_ca.pin))
     assert failure.kind is DialKind.NAME_LOOKUP
+
+
+async def test_an_address_of_a_family_that_the_kernel_has_not_is_passed_over(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+):
+    server = await start()
+    loop = asyncio.get_running_loop()
+    resolve, no_family = loop.getaddrinfo, 1_000
+
+    async def two_families(host: str, port: int, **options: Any) -> list[Any]:
+        if host != "two.test":
+            return await resolve(host, port, **options)
+        here = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))
+        return [(no_family, socket.SOCK_STREAM, 0, "", ("::1", port)), here]
+
+    monkeypatch.setattr(loop, "getaddrinfo", two_families)
+    target = target_of(server, url=f"https://two.test:{server.port}", server_name="127.0.0.1")
+    assert await ask(target) == "2 127.0.0.1"
 
 
 async def test_a_silent_server_is_given_up_in_time():

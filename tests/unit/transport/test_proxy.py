@@ -68,11 +68,14 @@ def test_a_proxy_url():
     assert "p%40ss" not in repr(parse_proxy("http://user:p%40ss@proxy"))
 
 
-@pytest.mark.parametrize("url", ["https://proxy:1", "socks5://proxy:1", "http://", "http://proxy:99999"])
-def test_an_unusable_proxy_is_named(url: str):
+@pytest.mark.parametrize(
+    "url", ["https://proxy:1", "socks5://proxy:1", "http://", "http://proxy:99999", "http://user:s\udcff@proxy:1"]
+)
+def test_an_unusable_proxy_is_named_and_never_its_password(url: str):
     with pytest.raises(DialFailed, match="proxy") as failure:
         parse_proxy(url)
-    assert failure.value.kind is DialKind.PROXY
+    assert failure.value.kind is DialKind.BAD_TARGET
+    assert "udcff" not in repr(failure.value)
 
 
 def test_authority():
