@@ -23,6 +23,8 @@ class Wait(StrEnum):
     EXPIRY = "expired"
     NOT_BEFORE = "not-before"
     BUSY = "busy-back-off"
+    NODE_REVOKED = "node-revoked"
+    NODE_LOCKED = "node-locked"
     NO_SESSION = "no-session"
     DRAINING = "draining"
     UPGRADE_ONLY = "upgrade-only"
@@ -65,6 +67,11 @@ class WaitingFacts:
     node_state: str
     node_state_reason: str
     quarantine_reason: str | None
+    revoked_by: str | None
+    locked_by: str | None
+    """None: it is not locked, or no more."""
+    locked_left_ms: int | None
+    """None: until it is unlocked."""
     gateway_id: str | None
     """The gateway that has the node's session; None: nobody has."""
     gateway_live: bool
@@ -127,6 +134,20 @@ def _busy(facts: WaitingFacts) -> str | None:
     if left_ms <= 0 or not facts.busy_count:
         return None
     return f"{facts.node_id} refused it BUSY {facts.busy_count} times; it is tried again in {left_ms} ms"
+
+
+def _node_revoked(facts: WaitingFacts) -> str | None:
+    if facts.revoked_by is None:
+        return None
+    return f"{facts.node_id} was revoked by {facts.revoked_by}: it has no session until it joins anew"
+
+
+def _node_locked(facts: WaitingFacts) -> str | None:
+    if facts.locked_by is None:
+        return None
+    left_ms = facts.locked_left_ms
+    end = "until it is unlocked" if left_ms is None else f"for another {-(-left_ms // 1000)} s"
+    return f"{facts.node_id} is locked by {facts.locked_by} {end}: nothing is sent to it"
 
 
 def _no_session(facts: WaitingFacts) -> str | None:
@@ -212,12 +233,16 @@ _OF_SESSION: tuple[tuple[Wait, Rule], ...] = (
 )
 _PENDING: tuple[tuple[Wait, Rule], ...] = (
     (Wait.EXPIRY, _expired),
+    (Wait.NODE_REVOKED, _node_revoked),
+    (Wait.NODE_LOCKED, _node_locked),
     (Wait.NO_SESSION, _no_session),
     (Wait.NOT_BEFORE, _not_before),
     (Wait.BUSY, _busy),
     *((wait, _with_session(rule)) for wait, rule in _OF_SESSION),
 )
 _IN_FLIGHT: tuple[tuple[Wait, Rule], ...] = (
+    (Wait.NODE_REVOKED, _node_revoked),
+    (Wait.NODE_LOCKED, _node_locked),
     (Wait.NO_SESSION, _no_session),
     (Wait.CANCEL, _cancel),
     (Wait.HELD_BACK, _with_session(_held_back)),

@@ -6,6 +6,8 @@ SELECT c.id AS command_id, c.kind, c.lane::int AS lane, c.state::int AS state, c
   c.busy_count, c.cancel_requested_at IS NOT NULL AS cancel_requested, to_ms(c.not_before) AS not_before_ms,
   to_ms(c.not_after) AS not_after_ms, to_ms(compute_now()) AS now_ms, c.node_id,
   coalesce(n.state, 'forgotten') AS node_state, coalesce(n.state_reason, '') AS node_state_reason, n.quarantine_reason,
+  n.revoked_by, CASE WHEN n.locked_until IS NULL OR n.locked_until > compute_now() THEN n.locked_by END AS locked_by,
+  to_ms(n.locked_until) - to_ms(compute_now()) AS locked_left_ms,
   s.gateway_id, coalesce(l.retired_at IS NULL AND l.expires_at > compute_now(), false) AS gateway_live,
   coalesce(l.draining OR l.drain_requested_at IS NOT NULL, false) AS gateway_draining,
   coalesce(s.upgrade_only, false) AS upgrade_only, coalesce(s.signed_only, false) AS signed_only,
