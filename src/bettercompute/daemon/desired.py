@@ -88,6 +88,10 @@ class DesiredState:
             spec_sha256=self._body.spec_sha256,
         )
 
+    def forget_refusal(self) -> None:
+        """Say no more of what was refused: it was another gateway's, or something is offered anew."""
+        self.refused = None
+
     async def take(
         self, desired: messages.DesiredState, *, roots: Sequence[CommandRoot] = ()
     ) -> messages.SpecRequest | None:

@@ -53,7 +53,8 @@ from bettercompute.session import daemon_side
 from bettercompute.session.authority import Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
 from bettercompute.session.effects import DaemonEffect
-from bettercompute.session.inputs import InventoryCollected
+from bettercompute.session.inputs import InventoryCollected, RelayRefused
+from bettercompute.session.refusals import Relayed
 from bettercompute.world import World
 
 log = structlog.get_logger("bcd")
@@ -245,6 +246,7 @@ class NodeRound:
             journal_bytes=self._journal.disk_bytes(),
             conditions=self.conditions.shown(),
             inventory={name: digest.hex() for name, digest in sorted(self.inventory.hashes.items())},
+            refusals={f"{what}: {reason}": count for (what, reason), count in sorted(state.refused.items())},
         )
 
     # What the session is started with.
@@ -344,6 +346,7 @@ class NodeRound:
                 load_identity=self.load_identity,
                 server_time_ms=self._proof_time_ms,
                 renewed=self._renewed,
+                refused=lambda reason: self.driver.give(RelayRefused(Relayed.IDENTITY, reason)),
             )
         )
 

@@ -17,7 +17,7 @@ import structlog
 from bettercompute.daemon.dial import GatewayLink
 from bettercompute.daemon.identity import Identity, IdentityStore, Machine, Purpose
 from bettercompute.daemon.join import ANSWER_BYTES_MAX, ANSWER_TIMEOUT_S, Deferred, verify_answer
-from bettercompute.errors import BetterComputeError, Unavailable
+from bettercompute.errors import BetterComputeError, Refused, Unavailable
 from bettercompute.pki import signatures
 from bettercompute.protocol import messages, service
 from bettercompute.protocol.envelopes import renew_pop_input
@@ -49,6 +49,8 @@ class RenewalParts:
     server_time_ms: Callable[[int | None], int]
     """The time that dates a proof, given what a refusal said of the server's."""
     renewed: Callable[[Identity], None]
+    refused: Callable[[str], None] = lambda _: None
+    """Told why an answer was not believed."""
 
 
 class Renewal:
@@ -76,6 +78,8 @@ class Renewal:
             try:
                 return await self.renew(identity)
             except BetterComputeError as error:
+                if isinstance(error, Refused) and not isinstance(error, CallRefused):
+                    self._parts.refused(error.reason)
                 if isinstance(error, CallRefused):
                     self._refusal_time_ms = parse_server_time(error.trailers.get(SERVER_TIME_TRAILER))
                 wait_ms = error.pushback_ms or int(self._parts.world.dice.uniform(*RETRY_MS))

@@ -17,6 +17,7 @@ from bettercompute.daemon.conditions import Conditions
 from bettercompute.daemon.desired import DesiredState
 from bettercompute.daemon.dial import GatewayLink, Stream
 from bettercompute.daemon.driver import Driver
+from bettercompute.daemon.endings import refusal_text, status_of
 from bettercompute.daemon.executor import Executor
 from bettercompute.daemon.identity import IdentityStore
 from bettercompute.daemon.inventory_held import HeldInventory
@@ -24,14 +25,24 @@ from bettercompute.errors import BetterComputeError, Refused
 from bettercompute.pki import trust
 from bettercompute.pki.quorum import SetChange
 from bettercompute.protocol import messages
-from bettercompute.protocol.frames import decode_message, encode_message
+from bettercompute.protocol.frames import ProtocolError, decode_message, encode_message
 from bettercompute.protocol.limits import HELLO_NONCE_BYTES
 from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER, Reason, Status, parse_pushback
 from bettercompute.session import effects
 from bettercompute.session.authority import Authority
+from bettercompute.session.daemon_side import IDENTITY_REVOKED
 from bettercompute.session.daemon_state import Advertised, Phase
 from bettercompute.session.effects import DaemonEffect
-from bettercompute.session.inputs import DaemonInput, DaemonTick, Dialed, ServerFrameReceived, StreamEnded, TrustHeld
+from bettercompute.session.inputs import (
+    DaemonInput,
+    DaemonTick,
+    Dialed,
+    RelayRefused,
+    ServerFrameReceived,
+    StreamEnded,
+    TrustHeld,
+)
+from bettercompute.session.refusals import Relayed
 from bettercompute.transport.streams import CallEnded, DialKind
 from bettercompute.world import World
 
@@ -237,24 +248,35 @@ class NodeShell:
             while (data := await call.receive()) is not None:
                 frame = decode_message(messages.ServerFrame, data)
                 if frame.WhichOneof("frame") == "welcome":
+                    self._forget_refusals()
                     self.outlook.gateway_id = frame.welcome.gateway_id
                 await self.driver.feed(ServerFrameReceived(frame, self._parts.world.clock.now_ms()))
         except BetterComputeError as error:
             log.warning("the session was lost", why=error.message, gateway=stream.url, reason=error.reason)
+            if isinstance(error, ProtocolError):
+                self.driver.give(RelayRefused(Relayed.FRAME, error.reason))
             self._ended(stream, reason=error.reason, message=error.message)
             return
         except Exception as error:
             log.exception("a frame could not be obeyed", gateway=stream.url)
             self._ended(stream, reason=Reason.BUG, message=f"{type(error).__name__}: {error}")
             return
-        status = _status(call.status)
+        status = status_of(call.status)
         self._ended(
             stream,
             status=status,
             reason=call.trailers.get(REASON_TRAILER, ""),
             pushback_ms=parse_pushback(call.trailers.get(PUSHBACK_TRAILER)),
-            message=_refusal(status, call.status_message),
+            message=refusal_text(status, call.status_message),
         )
+
+    def _forget_refusals(self) -> None:
+        """Let the conditions about what an earlier gateway relayed go with its session; the counts stay."""
+        for name in (IDENTITY_REVOKED, TRUST_REFUSED):
+            self._parts.conditions.set(name, holds=False)
+        if self._parts.desired.refused is not None:
+            self._parts.desired.forget_refusal()
+            self.tell_spec()
 
     def _ended(
         self,
@@ -314,13 +336,18 @@ class NodeShell:
         except Refused as refusal:
             log.warning("a trust bundle was refused", why=refusal.message, reason=refusal.reason)
             self._parts.conditions.set(TRUST_REFUSED, holds=True, reason=refusal.reason, message=refusal.message)
+            self.driver.give(RelayRefused(Relayed.TRUST_BUNDLE, refusal.reason))
             return
-        self._parts.conditions.set(TRUST_REFUSED, holds=False)
-        if newer is not None:
+        if newer is None:
+            # Honest when it crosses the Hello that told of the one held.
+            self.driver.give(RelayRefused(Relayed.TRUST_BUNDLE, "not-newer"))
+        else:
             approvers, change = trust.enforced_approvers(identity.record.approvers, newer)
             await asyncio.to_thread(self._parts.identities.replace_trust, newer, approvers)
             log.info("a newer trust bundle is in force", version=newer.version, approver_set=change.value)
             kept = change not in (SetChange.SAME, SetChange.TAKE)
+            if kept:
+                self.driver.give(RelayRefused(Relayed.APPROVER_SET, change.value))
             self._parts.conditions.set(
                 APPROVERS_KEPT,
                 holds=kept,
@@ -330,7 +357,11 @@ class NodeShell:
             self.driver.give(TrustHeld(newer.version, Authority.of(newer.content, approvers)))
 
     async def _apply_desired(self, desired: messages.DesiredState) -> None:
-        request = await self._parts.desired.take(desired, roots=self.driver.state.authority.command_roots)
+        held = self._parts.desired
+        held.forget_refusal()
+        request = await held.take(desired, roots=self.driver.state.authority.command_roots)
+        if held.refused is not None:
+            self.driver.give(RelayRefused(Relayed.DESIRED_STATE, held.refused[0].value))
         self.spec_changed()
         if request is not None:
             self.send(messages.AgentFrame(spec_request=request))
@@ -360,20 +391,3 @@ class NodeShell:
             message="" if refused is None else f"generation {refused[1]} of the desired state was not taken",
         )
         conditions.changed()
-
-
-def _status(number: int | None) -> Status:
-    try:
-        return Status(Status.UNKNOWN if number is None else number)
-    except ValueError:
-        return Status.UNKNOWN
-
-
-def _refusal(status: Status, message: str) -> str:
-    who = {
-        Status.UNAUTHENTICATED: "the gateway refused this node's certificate",
-        Status.PERMISSION_DENIED: "the gateway refused this node",
-        Status.INVALID_ARGUMENT: "the gateway refused what this node sent",
-        Status.ABORTED: "another session of this node took over",
-    }.get(status, "the gateway ended the session")
-    return f"{who}: {message}" if message else who

@@ -63,6 +63,8 @@ class DaemonStatus:
     conditions: tuple[ConditionStatus, ...] = ()
     inventory: dict[str, str] = field(default_factory=dict)
     """SHA-256 by section, hexadecimal."""
+    refusals: dict[str, int] = field(default_factory=dict)
+    """How often this process refused what gateways relayed, by what and why: `command: bad-signature`."""
 
     @property
     def needs_rejoin(self) -> bool:

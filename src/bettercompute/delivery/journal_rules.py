@@ -20,6 +20,10 @@ DELIVERY_GRACE_MS = 5 * 60_000
 """The clock allowance of a Welcome: a session's time may lie this far behind the mark."""
 IDS_MAX = 100_000
 """All ids held, done and cancelled ones too: more than a command a second for a whole day."""
+CANCELLED_MAX = 10_000
+"""Of them, ids that were cancelled before any delivery: no honest fleet has a hundredth of it."""
+COMMAND_ID_BYTES_MAX = 64
+"""No command has a longer one."""
 JOURNAL_BYTES_MAX = 256 * 1024 * 1024
 
 
@@ -94,6 +98,14 @@ def forgettable(
         ),
         *(command_id for command_id, at_ms in cancelled.items() if cancelled_may_go(at_ms, mark_ms=mark_ms)),
     )
+
+
+def may_remember(command_id: str, *, cancelled: int) -> bool:
+    """Say whether the id of a cancel for an unknown command is remembered.
+
+    Cancels are not signed: whoever relays them could otherwise fill the journal, and a full one is BUSY for a week.
+    """
+    return 0 < len(command_id.encode()) <= COMMAND_ID_BYTES_MAX and cancelled < CANCELLED_MAX
 
 
 def has_room(*, done_unacked: int, ids: int, journal_full: bool) -> bool:

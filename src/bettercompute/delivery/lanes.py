@@ -27,6 +27,10 @@ DEFAULT_CREDITS: Mapping[Lane, int] = {Lane.CONTROL: CONTROL_CREDITS, Lane.BULK:
 """Control is short and local; bulk fills disks and links, where two at once already compete."""
 
 
+DAEMON_CREDITS_MAX = 100
+"""What a daemon takes of a lane at most, whatever a gateway grants: what runs must fit its next Hello."""
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayLane:
     """The gateway's count of one lane of one session."""
@@ -96,7 +100,7 @@ def open_daemon_lane(*, granted: int, holders: Iterable[str]) -> DaemonLane:
     """Return the count at Welcome: the daemon takes what it is given, also fewer credits than it has commands
     running.
     """
-    return DaemonLane(credits=granted, holders=frozenset(holders))
+    return DaemonLane(credits=min(granted, DAEMON_CREDITS_MAX), holders=frozenset(holders))
 
 
 def received(lane: DaemonLane) -> DaemonLane:

@@ -48,6 +48,8 @@ MAX_RUNNING_COMMANDS = 1_000
 MAX_UPDATES_PER_BATCH = 1_000
 MAX_INVENTORY_SECTIONS = 32
 MAX_CONDITIONS = 64
+# Kinds of refusals that a daemon counts: what was relayed, by reason. There are some thirty.
+MAX_RELAY_REFUSALS = 64
 MAX_LABELS = 256
 MAX_CAPABILITIES = 64
 MAX_DRIVERS = 64

@@ -52,6 +52,7 @@ COUNTS: Mapping[str, int] = {
     "StatusReport.conditions": limits.MAX_CONDITIONS,
     "StatusReport.discovered": limits.MAX_DISCOVERED,
     "StatusReport.instances": limits.MAX_INSTANCES,
+    "StatusReport.refusals": limits.MAX_RELAY_REFUSALS,
     "StatusReport.sections": limits.MAX_SPEC_SECTIONS,
 }
 

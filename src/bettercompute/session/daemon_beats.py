@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from bettercompute.delivery import events, journal_rules
 from bettercompute.protocol import messages
-from bettercompute.session import clock, daemon_answers, liveness
+from bettercompute.session import clock, daemon_answers, liveness, refusals
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import (
     DaemonEffect,
@@ -96,6 +96,10 @@ def _beat(state: DaemonSession, given: DaemonTick, *, now_ms: int) -> Outcome:
     effects.append(SendAgentFrame(messages.AgentFrame(heartbeat=beat)))
     if judged.unconfirmed != before.unconfirmed:
         effects.append(clock_condition(judged))
+    if not state.refused_reported:
+        # Not at each refusal: a gateway must not make this node report as fast as it can forge.
+        state, report = report_status(state)
+        effects += report
     return state, tuple(effects)
 
 
@@ -154,4 +158,6 @@ def report_status(state: DaemonSession) -> Outcome:
         report.trust_version = state.advertised.trust_version
         report.approver_set_epoch = state.authority.approvers.epoch
         report.approver_set_sha256 = state.authority.approvers.sha256
-    return replace(state, trust_reported=True), (SendAgentFrame(messages.AgentFrame(status=report)),)
+    report.refusals.extend(refusals.reported(state.refused))
+    told = replace(state, trust_reported=True, refused_reported=True)
+    return told, (SendAgentFrame(messages.AgentFrame(status=report)),)

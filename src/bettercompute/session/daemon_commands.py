@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bettercompute.delivery import cancel, lanes
+from bettercompute.delivery import cancel, journal_rules, lanes
 from bettercompute.delivery.cancel import DaemonCancel
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.facts import rejection_reason
@@ -21,7 +21,7 @@ from bettercompute.protocol.frames import decode_message
 from bettercompute.protocol.kinds import KINDS, CommandKind, unpack_payload
 from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
 from bettercompute.protocol.versions import UPGRADE_KIND
-from bettercompute.session import authority, busy, clock, daemon_answers, resume
+from bettercompute.session import authority, busy, clock, daemon_answers, refusals, resume
 from bettercompute.session.authority import CommandRefusal
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import (
@@ -36,6 +36,7 @@ from bettercompute.session.effects import (
     Warn,
 )
 from bettercompute.session.inputs import HandlerFinished, HandlerProgressed
+from bettercompute.session.refusals import Relayed
 from bettercompute.session.resume import AtDelivery
 
 Outcome = tuple[DaemonSession, tuple[DaemonEffect, ...]]
@@ -64,9 +65,8 @@ def delivered(state: DaemonSession, frame: messages.Command, *, now_ms: int) -> 
     try:
         body = decode_message(messages.CommandBody, frame.body, limit=MAX_COMMAND_BODY_BYTES)
     except Refused as error:
-        return state, (
-            Warn("bad-command", f"a command of the gateway does not decode and is ignored: {error.message}"),
-        )
+        message = f"a command of the gateway does not decode and is ignored: {error.message}"
+        return refusals.counted(state, Relayed.COMMAND, "unreadable"), (Warn("bad-command", message),)
     delivery = _Delivery(frame=frame, body=body, kind=KINDS.get(body.kind))
     if body.lane in state.lanes:
         state = daemon_answers.with_lane(state, body.lane, lanes.received(state.lanes[body.lane]))
@@ -83,6 +83,9 @@ def delivered(state: DaemonSession, frame: messages.Command, *, now_ms: int) -> 
         process_id=state.facts.process_id,
         kind=delivery.kind,
     )
+    if met in (AtDelivery.DONE, AtDelivery.RUNNING):
+        # Honest after a lost answer, too; only a number that keeps rising says that somebody replays.
+        state = refusals.counted(state, Relayed.COMMAND, "repeated")
     if met is AtDelivery.DONE and entry is not None:
         return state, daemon_answers.stored_result(state, entry)
     if met is AtDelivery.RUNNING and entry is not None:
@@ -244,6 +247,8 @@ def _rejected(
     )
     update.reject_reason = reason
     update.message = message
+    if reason != messages.COMMAND_REJECT_REASON_BUSY:
+        state = refusals.counted(state, Relayed.COMMAND, rejection_reason(reason).removeprefix("rejected-"))
     return state, daemon_answers.answer(state, update)
 
 
@@ -262,8 +267,10 @@ def cancelled(state: DaemonSession, frame: messages.Cancel, *, now_ms: int) -> O
     if action is DaemonCancel.FINISH and entry is not None:
         update = daemon_answers.cancelled_update(state, command_id, entry.attempt, now_ms=now_ms)
         return _finished(state, entry, update)
+    if action is DaemonCancel.REMEMBER and not journal_rules.may_remember(command_id, cancelled=len(state.cancelled)):
+        return refusals.counted(state, Relayed.CANCEL, "not-remembered"), ()
     update = daemon_answers.cancelled_update(state, command_id, 0, now_ms=now_ms)
-    if action is DaemonCancel.ANSWER_CANCELLED or not command_id:
+    if action is DaemonCancel.ANSWER_CANCELLED:
         return state, daemon_answers.answer(state, update)
     state = replace(state, cancelled={**state.cancelled, command_id: state.clock.mark_ms})
     return state, (RememberCancelled(command_id, state.clock.mark_ms), *daemon_answers.answer(state, update))

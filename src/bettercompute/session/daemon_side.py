@@ -14,8 +14,9 @@ from bettercompute.delivery import inventory
 from bettercompute.delivery.commands import CommandState
 from bettercompute.pki.quorum import Unbatched
 from bettercompute.protocol import messages
+from bettercompute.protocol.limits import MAX_SENTENCE_CHARS
 from bettercompute.protocol.statuses import Status
-from bettercompute.session import clock, daemon_answers, daemon_beats, daemon_commands, inputs, resume
+from bettercompute.session import clock, daemon_answers, daemon_beats, daemon_commands, inputs, refusals, resume
 from bettercompute.session.announcements import notice_text
 from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts, Phase
@@ -38,6 +39,7 @@ from bettercompute.session.effects import (
 )
 from bettercompute.session.hello import new_hello
 from bettercompute.session.reconnect import Backoff, Ending, next_wait
+from bettercompute.session.refusals import Relayed
 from bettercompute.session.resume import AtStart
 from bettercompute.session.welcome import apply_welcome
 
@@ -153,9 +155,13 @@ def _looked(state: DaemonSession, *, wall_ms: int, now_ms: int) -> DaemonSession
     return state if seen is state.clock else replace(state, clock=seen)
 
 
-def _held(state: DaemonSession, given: inputs.StatusChanged | inputs.SpecHeld | inputs.TrustHeld) -> Outcome:
-    """What the daemon holds and reports: its status, its spec, its trust."""
+def _held(
+    state: DaemonSession, given: inputs.StatusChanged | inputs.SpecHeld | inputs.TrustHeld | inputs.RelayRefused
+) -> Outcome:
+    """What the daemon holds and reports: its status, its spec, its trust, what it refused."""
     match given:
+        case inputs.RelayRefused(what, reason):
+            return refusals.counted(state, what, reason), ()
         case inputs.StatusChanged(report):
             return daemon_beats.report_status(replace(state, status=report))
         case inputs.SpecHeld(observed_generation, applied_generation, spec_sha256):
@@ -227,6 +233,7 @@ def _frame_received(state: DaemonSession, given: inputs.ServerFrameReceived, *, 
         if case == "revoked":
             return _revoked(state, frame.revoked)
         message = f"the gateway's first frame is {case or 'unknown'}, it must be welcome; nothing of it was obeyed"
+        state = refusals.counted(state, Relayed.WELCOME, "not-welcome")
         return replace(state, phase=Phase.ENDING), (EndSession("not-welcome", message),)
     if state.phase is not Phase.LIVE:
         return state, ()
@@ -249,6 +256,8 @@ def _frame_received(state: DaemonSession, given: inputs.ServerFrameReceived, *, 
             return state, (DeliverSecret(frame.secret),)
         case "workload_token":
             return state, (DeliverWorkloadToken(frame.workload_token),)
+        case "welcome":
+            return refusals.counted(state, Relayed.WELCOME, "second-welcome"), ()
         case _:
             return state, ()
 
@@ -258,7 +267,8 @@ def _welcomed(state: DaemonSession, welcome: messages.Welcome, *, wall_ms: int, 
     state, effects = apply_welcome(state, welcome, wall_ms=wall_ms, now_ms=now_ms)
     if state.phase is not Phase.LIVE:
         return state, effects
-    sections = tuple(welcome.request_sections)
+    # Each once: a section is up to a MiB, and a list of its name costs the gateway nothing.
+    sections = tuple(dict.fromkeys(welcome.request_sections))
     requested: tuple[DaemonEffect, ...] = (SendInventory(sections),) if sections else ()
     results = daemon_answers.owed_results(state)
     state, batch = daemon_beats.events_due(state)
@@ -282,7 +292,7 @@ def _acked(state: DaemonSession, ack: messages.Ack) -> Outcome:
 
 def _revoked(state: DaemonSession, notice: messages.RevocationNotice) -> Outcome:
     """Tell people on this host who claimed the identity and what the cure is; the gateway ends the session."""
-    message = notice_text(notice)
+    message = notice_text(notice)[:MAX_SENTENCE_CHARS]
     return state, (
         SetCondition(IDENTITY_REVOKED, holds=True, reason=notice.reason, message=message),
         Warn(notice.reason or "revoked", message),

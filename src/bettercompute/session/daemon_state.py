@@ -120,5 +120,8 @@ class DaemonSession:
     status: messages.StatusReport | None = None
     trust_reported: bool = True
     """The trust bundle in force has been told, in Hello or in a status report, since it was applied."""
+    refused: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """What was refused of what gateways relayed, and how often in this process: `session.refusals`."""
+    refused_reported: bool = True
     drain_at_ms: int | None = None
     last_heard_ms: int = 0

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from bettercompute.protocol.limits import MAX_BIGINT
+
 LAST_EPOCH_WITHIN = 1_000_000
 """How far ahead a Hello's `last_epoch` counts: a restored database is behind by minutes of reconnects, a lie by more.
 """
@@ -38,6 +40,20 @@ def next_epoch(*, row_epoch: int, last_epoch: int) -> NextEpoch:
     """Return greatest(row, last_epoch) + 1, so that epochs rise after a restore too; a wild `last_epoch` is ignored."""
     believed = last_epoch if is_behind(row_epoch=row_epoch, last_epoch=last_epoch) else row_epoch
     return NextEpoch(epoch=believed + 1, behind=last_epoch > row_epoch)
+
+
+def is_possible(epoch: int) -> bool:
+    """Say whether a control plane can have such an epoch: it counts from 1 and stores a bigint."""
+    return 1 <= epoch <= MAX_BIGINT
+
+
+def remembered(last_epoch: int, *, told: int) -> int:
+    """Return the epoch that a daemon keeps after a Welcome: the told one, also a lower one.
+
+    A control plane that believes a Hello's `last_epoch` answers above it; so a lower answer is that of one that did not
+    believe it, and what was kept, perhaps a gateway's lie, is of no use. What cannot be an epoch changes nothing.
+    """
+    return told if is_possible(told) else last_epoch
 
 
 def is_behind(*, row_epoch: int, last_epoch: int) -> bool:

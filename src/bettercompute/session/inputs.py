@@ -16,6 +16,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
 from bettercompute.session.authority import Authority
 from bettercompute.session.hello_plan import HeldCommand
+from bettercompute.session.refusals import Relayed
 
 # The gateway's side
 
@@ -329,6 +330,14 @@ class TrustHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayRefused:
+    """The shell refused something that the gateway relayed: a bundle, a spec, an answer, a frame."""
+
+    what: Relayed
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class JournalRoom:
     """The journal became full, or has room again."""
 
@@ -384,6 +393,7 @@ DaemonInput = (
     | StatusChanged
     | SpecHeld
     | TrustHeld
+    | RelayRefused
     | JournalRoom
     | JournalRenewed
     | DaemonTick

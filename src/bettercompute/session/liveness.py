@@ -16,6 +16,9 @@ from bettercompute.session.closing import Cause
 HEARTBEAT_INTERVAL_MS = 10_000
 HEARTBEATS_PER_S_MAX = 500
 """What a gateway sees at most, whatever the fleet: 5,000 sessions at 10 s."""
+OBEYED_INTERVAL_MIN_MS = 10
+OBEYED_INTERVAL_MAX_MS = 600_000
+"""300,000 sessions at one gateway."""
 MISSED_MAX = 3
 FLUSH_PERIOD_MS = 15_000
 FLUSH_CHUNK = 500
@@ -37,6 +40,11 @@ def heartbeat_interval_ms(live_sessions: int) -> int:
     second.
     """
     return max(HEARTBEAT_INTERVAL_MS, -(-live_sessions * 1_000 // HEARTBEATS_PER_S_MAX))
+
+
+def heartbeat_interval_obeyed(told_ms: int) -> int:
+    """Return the interval that a daemon keeps, whatever it was told: a lie must not make it spin, nor fall silent."""
+    return max(OBEYED_INTERVAL_MIN_MS, min(told_ms, OBEYED_INTERVAL_MAX_MS))
 
 
 def check_period_ms(interval_ms: int) -> int:

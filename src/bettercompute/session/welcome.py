@@ -14,7 +14,7 @@ from bettercompute.delivery.commands import OutgoingCommand
 from bettercompute.delivery.desired_state import Offer, StoredSpec
 from bettercompute.delivery.lanes import open_daemon_lane
 from bettercompute.protocol import capabilities, messages
-from bettercompute.session import clock
+from bettercompute.session import clock, epochs, liveness, refusals
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import (
     AckEvents,
@@ -30,6 +30,7 @@ from bettercompute.session.effects import (
 )
 from bettercompute.session.hello_plan import HelloPlan
 from bettercompute.session.reconnect import Backoff
+from bettercompute.session.refusals import Relayed
 
 CLOCK_UNCONFIRMED = "ClockUnconfirmed"
 NEW_JOURNAL = "new-journal"
@@ -133,12 +134,14 @@ def apply_welcome(
         leaf_not_after_ms=state.serving_not_after_ms,
     )
     if isinstance(judged, clock.TimeRefused):
-        ended = replace(state, phase=Phase.ENDING)
+        ended = replace(refusals.counted(state, Relayed.WELCOME, judged.reason), phase=Phase.ENDING)
         return ended, (Warn(judged.reason, judged.message), EndSession(judged.reason, judged.message))
+    if not epochs.is_possible(welcome.epoch):
+        state = refusals.counted(state, Relayed.WELCOME, "epoch-out-of-range")
     state = replace(
         state,
         clock=clock.stored(judged, now_ms=now_ms),
-        last_epoch=max(state.last_epoch, welcome.epoch),
+        last_epoch=epochs.remembered(state.last_epoch, told=welcome.epoch),
         hello_nonce=b"",
         previous_hello_nonce=state.hello_nonce,
         backoff=Backoff(),
@@ -163,6 +166,7 @@ def apply_welcome(
 def _go_live(
     state: DaemonSession, welcome: messages.Welcome, writes: tuple[DaemonEffect, ...], *, now_ms: int
 ) -> tuple[DaemonSession, tuple[DaemonEffect, ...]]:
+    interval_ms = liveness.heartbeat_interval_obeyed(welcome.heartbeat_interval_ms)
     # An ack past the journal's own end would have been a rollback; never believe more than was written.
     acked = max(state.acked_event_seq, min(welcome.acked_event_seq, state.last_event_seq))
     if acked > state.acked_event_seq:
@@ -177,8 +181,8 @@ def _go_live(
         acked_event_seq=acked,
         sent_event_seq=acked,
         sending_events=False,
-        heartbeat_interval_ms=max(1, welcome.heartbeat_interval_ms),
-        next_heartbeat_at_ms=now_ms + max(1, welcome.heartbeat_interval_ms),
+        heartbeat_interval_ms=interval_ms,
+        next_heartbeat_at_ms=now_ms + interval_ms,
         heartbeats_sent=0,
         hashes_due=False,
         drain_at_ms=None,

@@ -20,6 +20,7 @@ from bettercompute.session import daemon_side, effects, inputs
 from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import DaemonEffect
+from bettercompute.session.refusals import Relayed
 from tests.unit.session.world_in_memory import NODE_ID, START_MS
 
 FRESH = b"f" * 16
@@ -763,6 +764,7 @@ EVERY_INPUT: tuple[inputs.DaemonInput, ...] = (
     inputs.StatusChanged(messages.StatusReport()),
     inputs.SpecHeld(1, 1, b"s" * 32),
     inputs.TrustHeld(1, ANYBODY),
+    inputs.RelayRefused(Relayed.TRUST_BUNDLE, "bad-proof"),
     inputs.JournalRoom(full=False),
     inputs.JournalRenewed("j-2", 0),
     inputs.DaemonTick(wall_ms=START_MS, load=LOAD, last_heard_ms=0),

@@ -2285,6 +2285,36 @@ class SectionHash(_message.Message):
 Global___SectionHash: _TypeAlias = SectionHash  # noqa: Y015
 
 @_typing.final
+class RelayRefusal(_message.Message):
+    """How often this process of the daemon refused something that its gateways relayed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """What: `command`, `desired-state`, `trust-bundle`, `approver-set`, `welcome`, `cancel`, `identity`, `frame`."""
+    reason: _builtins.str
+    """A short stable code, for example `bad-signature`."""
+    count: _builtins.int
+    """How often since the process began."""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "reason", b"reason", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayRefusal: _TypeAlias = RelayRefusal  # noqa: Y015
+
+@_typing.final
 class StatusReport(_message.Message):
     """Observed and applied state."""
 
@@ -2303,6 +2333,7 @@ class StatusReport(_message.Message):
     APPROVER_SET_SHA256_FIELD_NUMBER: _builtins.int
     AT_MS_FIELD_NUMBER: _builtins.int
     ATTESTED_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     observed_generation: _builtins.int
     """The highest generation read."""
     applied_generation: _builtins.int
@@ -2343,6 +2374,10 @@ class StatusReport(_message.Message):
     def attested(self) -> Global___AttestedReport:
         """The node's signed statement; absent: none."""
 
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayRefusal]:
+        """What was refused of what gateways relayed, all of it, at most 64."""
+
     def __init__(
         self,
         *,
@@ -2359,10 +2394,11 @@ class StatusReport(_message.Message):
         approver_set_sha256: _builtins.bytes = ...,
         at_ms: _builtins.int = ...,
         attested: Global___AttestedReport | None = ...,
+        refusals: _abc.Iterable[Global___RelayRefusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attested", b"attested", "pressure", b"pressure", "volume_storage", b"volume_storage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_generation", b"applied_generation", "approver_set_epoch", b"approver_set_epoch", "approver_set_sha256", b"approver_set_sha256", "at_ms", b"at_ms", "attested", b"attested", "conditions", b"conditions", "discovered", b"discovered", "instances", b"instances", "observed_generation", b"observed_generation", "pressure", b"pressure", "sections", b"sections", "trust_version", b"trust_version", "volume_storage", b"volume_storage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_generation", b"applied_generation", "approver_set_epoch", b"approver_set_epoch", "approver_set_sha256", b"approver_set_sha256", "at_ms", b"at_ms", "attested", b"attested", "conditions", b"conditions", "discovered", b"discovered", "instances", b"instances", "observed_generation", b"observed_generation", "pressure", b"pressure", "refusals", b"refusals", "sections", b"sections", "trust_version", b"trust_version", "volume_storage", b"volume_storage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
