@@ -268,8 +268,10 @@ def _payload(text: str) -> dict[str, Any]:
                 raise ValueError(f"{text[1:]} is larger than {PAYLOAD_BYTES_MAX} bytes")
             text = content.decode()
         value = json_module.loads(text)
-    except (OSError, ValueError) as error:
-        output.fail(f"--payload: {error}", code=output.EXIT_USAGE)
+    except OSError as error:
+        output.fail(f"--payload: {text[1:]} cannot be read: {error.strerror}", code=output.EXIT_USAGE)
+    except (ValueError, RecursionError) as error:
+        output.fail(f"--payload: {error}: write a JSON object, or @FILE", code=output.EXIT_USAGE)
     if not isinstance(value, dict):
         output.fail(f"--payload: a JSON object is needed, this is {type(value).__name__}", code=output.EXIT_USAGE)
     return value

@@ -69,16 +69,20 @@ def load(path: Path) -> Config:
     Raises `Refused` naming the file, the key, the value, what is allowed and the cure.
     """
     try:
-        if path.stat().st_size > CONFIG_BYTES_MAX:
+        with path.open("rb") as file:
+            text = file.read(CONFIG_BYTES_MAX + 1)
+        if len(text) > CONFIG_BYTES_MAX:
             raise _wrong(path, f"it is larger than {CONFIG_BYTES_MAX} bytes; is it the right file?")
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(text.decode())
     except FileNotFoundError:
         if path == DEFAULT_PATH:
             return Config()
         raise _wrong(path, "there is no such file; name another one with --config") from None
+    except PermissionError:
+        raise _wrong(path, "it cannot be read: Permission denied; run bcd as a user who may") from None
     except OSError as error:
-        raise _wrong(path, f"it cannot be read: {error.strerror}; run bcd as a user who may") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise _wrong(path, f"it cannot be read: {error.strerror}; name another one with --config") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise _wrong(path, f"it is not valid TOML: {error}") from None
     return parse(values, path=path)
 

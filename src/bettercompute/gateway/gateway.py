@@ -27,6 +27,7 @@ from bettercompute.gateway.revocation import RevocationFeed
 from bettercompute.gateway.server_time import ServerTime
 from bettercompute.gateway.services import GatewayServices
 from bettercompute.gateway.trust import PublishedTrust
+from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels, sessions
 from bettercompute.store.database import Database
 from bettercompute.transport.streams import Handler, serve
@@ -131,11 +132,20 @@ class Gateway:
         return 0 if self._life is None else len(self._life.registry)
 
     async def start(self) -> None:
-        """Listen, take up a lease, and serve. Returns once the listener is open; `until_ready` waits for the lease."""
+        """Listen, take up a lease, and serve. Returns once the listener is open; `until_ready` waits for the lease.
+
+        Raises `Refused` when the address cannot be had.
+        """
         if self._tls is not None:
-            server = await serve(
-                self.handler, host=self.config.host, port=self.config.port, tls=self._tls, world=self._world
-            )
+            host, port = self.config.host, self.config.port
+            try:
+                server = await serve(self.handler, host=host, port=port, tls=self._tls, world=self._world)
+            except OSError as error:
+                raise refuse(
+                    Reason.INVALID_CONFIG,
+                    f"gateway: cannot listen on {host} port {port}: {error.strerror or error}; choose another address "
+                    "with host and port under [gateway]",
+                ) from None
             self._listener = server
             self._port = server.port
         listener = NotificationListener(

@@ -121,11 +121,15 @@ def load(path: Path | None) -> Config:
     if path is None:
         return Config()
     try:
-        if path.stat().st_size > CONFIG_BYTES_MAX:
-            raise _refuse(path, f"it is larger than {CONFIG_BYTES_MAX} bytes")
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise _refuse(path, str(error)) from None
+        with path.open("rb") as file:
+            text = file.read(CONFIG_BYTES_MAX + 1)
+        if len(text) > CONFIG_BYTES_MAX:
+            raise _refuse(path, f"it is larger than {CONFIG_BYTES_MAX} bytes; is it the right file?")
+        values = tomllib.loads(text.decode())
+    except OSError as error:
+        raise _refuse(path, f"it cannot be read: {error.strerror}; name the right file with --config") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise _refuse(path, f"it is not valid TOML: {error}") from None
     return validate(values, where=path)
 
 
@@ -142,6 +146,8 @@ def _clause(problem: dict[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         near = get_close_matches(str(problem["loc"][-1]), _keys(problem["loc"][:-1]), n=1)
         return f"{key} is not a known key" + (f"; did you mean {near[0]!r}?" if near else "")
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"{key} = {problem['input']!r}: it is a table; write [{key}], and its keys below"
     return f"{key} = {problem['input']!r}: {str(problem['msg']).lower()}"
 
 

@@ -1,5 +1,8 @@
 """A user's mistake is one sentence on standard error and an exit code, whatever part of the machine refuses."""
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,13 +24,16 @@ NOBODY = ("--api", "http://127.0.0.1:1")
         (("nodes", "show", "..", *NOBODY), "is not an id"),
         (("run", "inventory.refresh", *NOBODY), "name the nodes"),
         (("run", "inventory.refresh", "--all", "--payload", "[]", *NOBODY), "a JSON object"),
+        (("run", "inventory.refresh", "--all", "--payload", "{", *NOBODY), "write a JSON object, or @FILE"),
+        (("run", "inventory.refresh", "--all", "--payload", "[" * 5_000, *NOBODY), "recursion"),
         (
             ("run", "inventory.refresh", "--all", "--payload", "@/dev/zero", *NOBODY),
             "is larger than",
         ),
-        (("run", "inventory.refresh", "--all", "--payload", "@{file}/x", *NOBODY), "--payload"),
+        (("run", "inventory.refresh", "--all", "--payload", "@{file}/x", *NOBODY), "{file}/x cannot be read: Not a"),
         (("serve", "--role", "king"), "one of api, gateway, worker"),
         (("serve", "--config", "{file}"), "invalid"),
+        (("serve", "--config", "{folder}"), "cannot be read: Is a directory; name the right file with --config"),
         (("db", "status", "--config", "{bogus}"), "database.dsn"),
         (("dev", "--dir", "{file}"), "{file}"),
     ],
@@ -36,10 +42,26 @@ def test_one_sentence_and_a_code(tmp_path: Path, arguments: tuple[str, ...], say
     file, bogus = tmp_path / "file", tmp_path / "bogus.toml"
     file.write_text("not = [toml")
     bogus.write_text('[database]\ndsn = "bogus"\n')
-    filled = [part.format(file=file, bogus=bogus) for part in arguments]
+    fill = {"{file}": str(file), "{bogus}": str(bogus), "{folder}": str(tmp_path)}
+    filled = [_filled(part, fill) for part in arguments]
     done = RUNNER.invoke(app, filled, env={"BETTER_COMPUTE_TOKEN": "", "BETTER_COMPUTE_API": ""})
     assert done.exit_code in {1, 2, 3}
     assert done.exception is None or isinstance(done.exception, SystemExit)
     assert done.stderr.startswith("error: ")
-    assert says.format(file=file).lower() in done.stderr.lower()
+    assert _filled(says, fill).lower() in done.stderr.lower()
     assert done.stderr.count("\n") <= 2
+
+
+def _filled(text: str, fill: dict[str, str]) -> str:
+    for name, value in fill.items():
+        text = text.replace(name, value)
+    return text
+
+
+@pytest.mark.parametrize("ending", ["KeyboardInterrupt", "ValueError"])
+def test_an_interrupt_while_commands_are_imported_is_silent_and_nothing_else_is(ending: str) -> None:
+    program = f"import bettercompute.cli; raise {ending}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    interrupted = ending == "KeyboardInterrupt"
+    assert done.returncode == (-signal.SIGINT if interrupted else 1)
+    assert ("Traceback" in done.stderr) is not interrupted

@@ -71,6 +71,14 @@ def test_help_and_status_import_nothing_heavy(config_file: Path) -> None:
     assert done.stdout.splitlines()[-1] == "3 []"
 
 
+def test_an_interrupt_is_an_exit_code_also_while_arguments_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bcd, "_parser", interrupted)
+    assert bcd.run(["status"]) == 130
+
+
 def test_a_wrong_configuration_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.toml"
     path.write_text("state_dri = 7")

@@ -87,6 +87,7 @@ def test_every_key_is_taken() -> None:
         ("gateway_url = [1]", "gateway_url = [1]: it must be a URL, or a list of at most 16"),
         ('log = "info"', "log is not a known key"),
         ("state_dir = ", "it is not valid TOML"),
+        (f"state_dir = {'[' * 5_000}", "it is not valid TOML"),
     ],
 )
 def test_mistakes_are_named_with_their_cure(tmp_path: Path, content: str, sentence: str) -> None:
@@ -103,7 +104,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path, monkeypatch: pytest.M
         load(tmp_path / "missing.toml")
     monkeypatch.setattr(config_module, "DEFAULT_PATH", tmp_path / "missing.toml")
     assert load(tmp_path / "missing.toml") == Config()
-    with pytest.raises(Refused, match="it cannot be read: Is a directory"):
+    with pytest.raises(Refused, match="it cannot be read: Is a directory; name another one with --config"):
         load(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(Refused, match="not valid TOML"):

@@ -31,6 +31,7 @@ def test_the_example_is_complete_and_equals_the_defaults() -> None:
         ({"gateway": {"services_url": "https://api:1/v1"}}, "nothing after it"),
         ({"internal": {"gateway_names": "gw"}}, "internal.gateway_names = 'gw': input should be a valid list"),
         ({"state_dir": 3}, "state_dir = 3: input should be a valid string"),
+        ({"database": "postgresql://x"}, "database = 'postgresql://x': it is a table; write [database], and its keys"),
     ],
 )
 def test_a_mistake_is_named_with_key_value_and_limit(values: dict[str, object], says: str) -> None:
@@ -40,7 +41,7 @@ def test_a_mistake_is_named_with_key_value_and_limit(values: dict[str, object], 
     assert "f.toml" in refused.value.message
 
 
-@pytest.mark.parametrize("content", [b"state_dir = ", b"\xff\xfe", b"x = 1"])
+@pytest.mark.parametrize("content", [b"state_dir = ", b"\xff\xfe", b"x = 1", b"x = " + b"[" * 5_000])
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "c.toml"
     path.write_bytes(content)
