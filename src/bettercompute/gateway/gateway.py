@@ -30,6 +30,7 @@ from bettercompute.gateway.trust import PublishedTrust
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels, sessions
 from bettercompute.store.database import Database
+from bettercompute.store.leases import Health
 from bettercompute.transport.streams import Handler, serve
 from bettercompute.world import World
 
@@ -65,6 +66,7 @@ class Gateway:
         world: World,
         tls: Callable[[], ssl.SSLContext] | None,
         metrics: GatewayMetrics | None = None,
+        serving_not_after_ms: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Put a gateway together; nothing runs yet.
 
@@ -80,6 +82,7 @@ class Gateway:
         self._database = database
         self._world = world
         self._tls = tls
+        self._serving_not_after_ms = serving_not_after_ms
         self._life: GatewayLife | None = None
         self._listener: Listener | None = None
         self._port = config.port
@@ -231,7 +234,16 @@ class Gateway:
             metrics=self.metrics,
             server_time=self.server_time,
             others=lambda: self.neighbours.loads(own=name.gateway_id),
+            health=self._health,
             drain_requested_by=drain_requested_by,
+        )
+
+    def _health(self) -> Health:
+        """Say, on the lease's thread, how this gateway is."""
+        return Health(
+            wall_ms=self._world.clock.now_ms(),
+            revocations_age_ms=self.revocations.age_ms,
+            serving_not_after_ms=self._serving_not_after_ms(),
         )
 
     # Notifications

@@ -24,6 +24,7 @@ from bettercompute.gateway.handover import Handover
 from bettercompute.gateway.hello import HelloTransactions
 from bettercompute.gateway.ingest import Ingest
 from bettercompute.gateway.lease import LeaseConnection, LeaseKeeper, LeaseName, LeaseTask, LeaseThread
+from bettercompute.gateway.lease_row import StoreLeaseConnection
 from bettercompute.gateway.liveness import LivenessLoop
 from bettercompute.gateway.metrics import GatewayMetrics
 from bettercompute.gateway.registry import SessionRegistry
@@ -35,9 +36,8 @@ from bettercompute.session.handover import GatewayLoad
 from bettercompute.session.hello_plan import GatewayFacts
 from bettercompute.session.inputs import GatewayStopping, LeaseLost
 from bettercompute.session.opening import GatewayCondition, GatewayState
-from bettercompute.store import leases
-from bettercompute.store.database import LEASE_LIMITS, Database, DedicatedConnection
-from bettercompute.store.leases import NewLease, Renewal
+from bettercompute.store.database import LEASE_LIMITS, Database
+from bettercompute.store.leases import Health, NewLease, Renewal
 from bettercompute.store.sessions import Lease
 from bettercompute.world import World
 
@@ -48,48 +48,6 @@ WATCH_S = 0.25
 STOP_WAIT_S = 10.0
 # Forget when a node last said Hello once it no longer delays anything.
 PACE_ENTRIES_MAX = 10_000
-
-
-class StoreLeaseConnection:
-    """The lease's row, over a connection of its own."""
-
-    def __init__(
-        self,
-        connection: DedicatedConnection,
-        row: NewLease,
-        *,
-        draining: Callable[[], bool],
-        learned: Callable[[Renewal], object],
-    ) -> None:
-        self._connection = connection
-        self._row = row
-        self._draining = draining
-        self._learned = learned
-
-    async def claim(self) -> bool:
-        """Insert or extend the row."""
-        return await leases.claim(self._connection, self._row)
-
-    async def renew(self, *, streams: int) -> bool:
-        """Extend the row."""
-        renewal = await leases.renew(
-            self._connection,
-            name=self._row.name,
-            token=self._row.token,
-            stream_count=streams,
-            draining=self._draining(),
-        )
-        if renewal is not None:
-            self._learned(renewal)
-        return renewal is not None
-
-    async def release(self) -> None:
-        """Retire the row."""
-        await leases.release(self._connection, name=self._row.name, token=self._row.token)
-
-    async def close(self) -> None:
-        """Close the connection."""
-        await self._connection.close()
 
 
 @dataclass(slots=True)
@@ -114,6 +72,7 @@ class GatewayLife:
         metrics: GatewayMetrics,
         server_time: ServerTime,
         others: Callable[[], tuple[GatewayLoad, ...]],
+        health: Callable[[], Health],
         drain_requested_by: str | None,
     ) -> None:
         self.name = name
@@ -129,6 +88,7 @@ class GatewayLife:
         self._world = world
         self._metrics = metrics
         self._server_time = server_time
+        self._health = health
         self._lease = lease = Lease(gateway_id=name.gateway_id, token=name.token)
         self._ingest = Ingest(database, fence=self.fence, world=world, metrics=metrics)
         self._disconnects = DisconnectWriter(database, lease=lease, fence=self.fence, ingest=self._ingest, world=world)
@@ -190,7 +150,9 @@ class GatewayLife:
             stream_limit=self._config.streams_max,
             drain_requested_by=self.drain_requested_by,
         )
-        return StoreLeaseConnection(connection, row, draining=lambda: self.draining, learned=self._learned)
+        return StoreLeaseConnection(
+            connection, row, draining=lambda: self.draining, health=self._health, learned=self._learned
+        )
 
     def _learned(self, renewal: Renewal) -> None:
         """Note, on the lease's thread, what the row says; the watch follows it."""

@@ -28,6 +28,18 @@ class NewLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What a gateway says of itself at each renewal, for `doctor`."""
+
+    wall_ms: int
+    """Its own clock."""
+    revocations_age_ms: int | None
+    """How old its picture of the revocations is; None: it has none yet."""
+    serving_not_after_ms: int | None
+    """Until when its serving certificate is good; None: it does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
     """What a gateway learns when it renews."""
 
@@ -84,7 +96,7 @@ async def claim(queries: Queries, lease: NewLease) -> bool:
 
 
 async def renew(
-    queries: Queries, *, name: str, token: str, stream_count: int, draining: bool = False
+    queries: Queries, *, name: str, token: str, stream_count: int, draining: bool = False, health: Health | None = None
 ) -> Renewal | None:
     """Extend the lease. None: it was retired, and the gateway must fence for good."""
     row = await queries.fetch_one(
@@ -94,6 +106,9 @@ async def renew(
         lifetime_ms=LEASE_LIFETIME_MS,
         stream_count=stream_count,
         draining=draining,
+        wall_ms=None if health is None else health.wall_ms,
+        revocations_age_ms=None if health is None else health.revocations_age_ms,
+        serving_not_after_ms=None if health is None else health.serving_not_after_ms,
     )
     return None if row is None else Renewal(drain_requested_by=row["drain_requested_by"])
 

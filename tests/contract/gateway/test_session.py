@@ -348,3 +348,14 @@ async def test_capabilities_become_labels_and_go_again(rig, capability):
     assert [(row["key"], row["value"]) for row in rows] == [("bc.dev/cap.cdi", "1")]
     await rig.connect(node)
     assert await rig.database.query("SELECT FROM node_labels") == []
+
+
+async def test_a_renewal_says_how_the_gateway_is(rig):
+    life = rig.gateway.life
+    assert life is not None
+    life.renew_now()
+    await rig.until_query("SELECT FROM leases WHERE clock_offset_ms IS NOT NULL")
+    [row] = await rig.database.query("SELECT clock_offset_ms, revocations_age_ms, serving_not_after FROM leases")
+    assert abs(row["clock_offset_ms"]) < 5_000
+    assert 0 <= row["revocations_age_ms"] < 60_000
+    assert row["serving_not_after"] is None, "without TLS there is no certificate"

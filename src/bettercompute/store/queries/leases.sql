@@ -15,7 +15,8 @@ RETURNING name;
 -- other: a gateway's own row, told by its token; no row: retired for good
 UPDATE leases
    SET expires_at = compute_now() + ms(:lifetime_ms), renewed_at = compute_now(), stream_count = :stream_count,
-       draining = :draining
+       draining = :draining, clock_offset_ms = :wall_ms::bigint - to_ms(compute_now()),
+       revocations_age_ms = :revocations_age_ms, serving_not_after = at_ms(:serving_not_after_ms::bigint)
  WHERE name = :name AND token = :token AND retired_at IS NULL
 RETURNING drain_requested_by;
 
