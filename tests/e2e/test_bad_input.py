@@ -198,7 +198,7 @@ def connected(target: Target, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket
 
 
 def raw_answer(target: Target, *, data: bytes = b"", **changes: str) -> dict[str, str]:
-    """Make one HTTP/2 request, and return the header fields of the answer, trailers among them."""
+    """Make one HTTP/2 request, and return the header fields of the answer, trailers among them, and its `body`."""
     fields = {
         ":method": "POST",
         ":scheme": "https",
@@ -221,6 +221,8 @@ def raw_answer(target: Target, *, data: bytes = b"", **changes: str) -> dict[str
             for event in wire.receive_data(received):
                 if isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
                     answer |= {str(name): str(value) for name, value in event.headers}
+                if isinstance(event, h2.events.DataReceived):
+                    answer["body"] = answer.get("body", "") + event.data.decode("latin-1")
                 if isinstance(event, h2.events.StreamEnded):
                     return answer
 
@@ -234,10 +236,13 @@ def test_a_truncated_prefix(target: Target) -> None:
 def test_get(target: Target) -> None:
     answer = raw_answer(target, __method="GET")
     assert (answer[":status"], answer["allow"]) == ("405", "POST")
+    assert "every request is a POST" in answer["body"]
 
 
 def test_a_wrong_content_type(target: Target) -> None:
-    assert raw_answer(target, data=b"{}", content_type="application/json")[":status"] == "415"
+    answer = raw_answer(target, data=b"{}", content_type="application/json")
+    assert answer[":status"] == "415"
+    assert "takes content-type application/grpc" in answer["body"]
 
 
 # TLS.

@@ -20,6 +20,13 @@ CONTENT_TYPES = (CONTENT_TYPE, "application/grpc+proto")
 GRPC_STATUS = "grpc-status"
 GRPC_MESSAGE = "grpc-message"
 
+# What is answered to a request that is not gRPC, in words for whoever typed it.
+HTTP_REFUSALS: Mapping[int, str] = {
+    405: "This is a gateway of better-compute: it speaks gRPC, whose every request is a POST.\n",
+    415: "This is a gateway of better-compute: it speaks gRPC, and takes content-type application/grpc or "
+    "application/grpc+proto.\n",
+}
+
 # What a plain HTTP status means where a proxy answered in the server's place (gRPC's own mapping).
 HTTP_STATUS_MEANING: Mapping[int, Status] = {
     400: Status.INTERNAL,
@@ -193,7 +200,15 @@ def response_status(*, http_status: str, fields: Mapping[str, str]) -> tuple[int
         return HTTP_STATUS_MEANING.get(
             code, Status.UNKNOWN
         ), f"the peer answered with HTTP status {http_status}, not with gRPC"
+    if not is_grpc(http_status=http_status, fields=fields):
+        content_type = fields.get("content-type", "")[:100]
+        return Status.UNKNOWN, f"the peer answered with content-type {content_type!r}, not with gRPC"
     return Status.UNKNOWN, "the answer ended without a grpc-status"
+
+
+def is_grpc(*, http_status: str, fields: Mapping[str, str]) -> bool:
+    """Return whether an answer's body is messages, by its first headers; a proxy's page is not."""
+    return http_status == "200" and fields.get("content-type", "").lower().startswith(CONTENT_TYPE)
 
 
 class CallState(Enum):

@@ -70,6 +70,14 @@ class H2Client(H2Core):
         elif isinstance(event, h2.events.TrailersReceived) and (call := self._calls.get(event.stream_id)) is not None:
             call.fields.update(grpc_call.metadata_of(grpc_call.text_of(event.headers)))
 
+    def _on_data(self, event: h2.events.DataReceived) -> None:
+        call = self._calls.get(event.stream_id)
+        if call is None or grpc_call.is_grpc(http_status=call.http_status, fields=call.fields):
+            super()._on_data(event)
+        elif size := event.flow_controlled_length:
+            # A proxy's page, or that of a web server: not kept, and not taken for messages.
+            self._h2.acknowledge_received_data(size, event.stream_id)
+
     def _on_peer_ends(self, call: CallRecord) -> None:
         status, message = grpc_call.response_status(http_status=call.http_status, fields=call.fields)
         if status == Status.OK and call.reader.pending_bytes:

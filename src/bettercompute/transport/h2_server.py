@@ -64,8 +64,7 @@ class H2Server(H2Core):
             self._h2.forget(stream_id)
             return
         if (refusal := grpc_call.http_refusal(headers)) is not None:
-            allow = [("allow", "POST")] if refusal == 405 else []
-            self._send_last(stream_id, [(":status", str(refusal)), *allow])
+            self._refuse_by_http(stream_id, refusal, may_have_body=headers.get(":method") != "HEAD")
             if event.stream_ended is None:
                 self._reset(stream_id, ErrorCodes.NO_ERROR)
             return
@@ -74,6 +73,21 @@ class H2Server(H2Core):
         limit = self.limits.message_bytes_max_by_path.get(path, self.limits.message_bytes_max)
         self._calls[stream_id] = CallRecord(stream_id, MessageReader(limit=limit))
         self.events.append(CallOpened(stream_id, path, grpc_call.metadata_of(fields)))
+
+    def _refuse_by_http(self, stream_id: int, refusal: int, *, may_have_body: bool) -> None:
+        allow = [("allow", "POST")] if refusal == 405 else []
+        headers = [(":status", str(refusal)), *allow, ("content-type", "text/plain")]
+        body = grpc_call.HTTP_REFUSALS[refusal].encode()
+        try:
+            # What the client's window has no room for is left out: nobody waits here for an answer to be read.
+            if not may_have_body or self._h2.local_flow_control_window(stream_id) < len(body):
+                self._send_last(stream_id, headers)
+                return
+            self._h2.answered(stream_id)
+            self._h2.send_headers(stream_id, headers)
+            self._h2.send_data(stream_id, body, end_stream=True)
+        except StreamClosedError:
+            return  # the client's reset came in the same read
 
     def _on_peer_ends(self, call: CallRecord) -> None:
         call.advance(CallInput.PEER_ENDS)

@@ -98,6 +98,7 @@ def test_what_is_not_grpc_is_refused_by_http(method: str, content_type: str | No
         ("200", {"grpc-status": "x"}, 2),
         ("200", {"grpc-status": "-1"}, 2),
         ("200", {}, 2),
+        ("200", {"content-type": "text/html"}, 2),
         ("503", {}, 14),
         ("503", {"grpc-status": "8"}, 8),
         ("404", {}, 12),

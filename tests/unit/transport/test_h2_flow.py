@@ -6,8 +6,11 @@ from collections import deque
 from typing import cast
 
 import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import ResponseReceived, StreamEnded, StreamReset
+from h2.events import DataReceived, ResponseReceived, StreamEnded, StreamReset
+from h2.settings import SettingCodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -274,8 +277,51 @@ def test_a_get_and_a_wrong_content_type_are_refused_by_http():
         event.stream_id: texts(event)[":status"] for event in wire.answers if isinstance(event, ResponseReceived)
     }
     assert statuses == {get: "405", post: "415"}
+    sentences = {event.stream_id: event.data.decode() for event in wire.answers if isinstance(event, DataReceived)}
+    assert "every request is a POST" in sentences[get]
+    assert "takes content-type application/grpc" in sentences[post]
     assert {event.stream_id for event in wire.answers if isinstance(event, StreamEnded)} == {get, post}
     assert wire.server.call_count == 0
+
+
+@pytest.mark.parametrize("why", ["a HEAD has no body", "the window has no room"])
+def test_a_refusal_by_http_does_without_its_sentence(why: str):
+    wire = Wire()
+    if why == "the window has no room":
+        wire.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 10})
+        wire.exchange()
+    method = "HEAD" if why == "a HEAD has no body" else "GET"
+    stream_id = wire.client.get_next_available_stream_id()
+    headers = [(":method", method), (":scheme", "https"), (":path", "/"), (":authority", "x")]
+    wire.client.send_headers(stream_id, headers, end_stream=True)
+    wire.exchange()
+    [response] = [event for event in wire.answers if isinstance(event, ResponseReceived)]
+    assert (texts(response)[":status"], response.stream_ended is not None) == ("405", True)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "words"),
+    [
+        ([(":status", "503"), ("content-type", "text/html")], Status.UNAVAILABLE, "HTTP status 503"),
+        ([(":status", "200"), ("content-type", "text/html")], Status.UNKNOWN, "content-type 'text/html'"),
+    ],
+)
+def test_a_proxys_page_is_no_message_and_its_status_is_told(headers: list[tuple[str, str]], status: int, words: str):
+    client = H2Client(limits=DEFAULT_LIMITS, now_ms=0, authority="gateway.test")
+    page = H2Connection(H2Configuration(client_side=False, header_encoding="utf-8"))
+    page.initiate_connection()
+    stream_id = client.open_call("/service/Method", {})
+    page.receive_data(client.output(1 << 16))
+    page.send_headers(stream_id, headers)
+    for _ in range(100):
+        page.send_data(stream_id, b"<html>" + b"x" * 10_000)
+        client.receive(page.data_to_send(), now_ms=0)
+        page.receive_data(client.output(1 << 16))  # which gives the credit back
+    page.end_stream(stream_id)
+    [ended] = client.receive(page.data_to_send(), now_ms=0)
+    assert isinstance(ended, PeerEnded)
+    assert ended.status == status
+    assert words in ended.message
 
 
 @pytest.mark.parametrize("path", ["refused by HTTP", "refused by its prefix"])
