@@ -58,7 +58,8 @@ class Renewal:
 
     def __init__(self, parts: RenewalParts) -> None:
         self._parts = parts
-        self._refusal_time_ms: int | None = None
+        self._told: tuple[int, int] | None = None
+        """What a refusal said of the server's time, and when on the monotonic clock."""
 
     async def run(self) -> None:
         """Renew whenever it is time, for ever."""
@@ -81,10 +82,21 @@ class Renewal:
                 if isinstance(error, Refused) and not isinstance(error, CallRefused):
                     self._parts.refused(error.reason)
                 if isinstance(error, CallRefused):
-                    self._refusal_time_ms = parse_server_time(error.trailers.get(SERVER_TIME_TRAILER))
+                    self._note(parse_server_time(error.trailers.get(SERVER_TIME_TRAILER)))
                 wait_ms = error.pushback_ms or int(self._parts.world.dice.uniform(*RETRY_MS))
                 log.warning("the certificate was not renewed", why=error.message, reason=error.reason, retry_ms=wait_ms)
             await asyncio.sleep(wait_ms / 1000)
+
+    def _note(self, server_time_ms: int | None) -> None:
+        clock = self._parts.world.clock
+        self._told = None if server_time_ms is None else (server_time_ms, clock.monotonic_ms())
+
+    def _refusal_time_ms(self) -> int | None:
+        """Return the server's time by the last refusal: the wait since then is longer than a proof is good for."""
+        if self._told is None:
+            return None
+        told_ms, heard_ms = self._told
+        return told_ms + self._parts.world.clock.monotonic_ms() - heard_ms
 
     async def renew(self, identity: Identity) -> Identity:
         """Renew once and return the new identity, which is on disk then."""
@@ -92,7 +104,7 @@ class Renewal:
         pending = await asyncio.to_thread(
             parts.identities.pending, Purpose.RENEW, label=identity.record.certificate_serial
         )
-        at_ms = parts.server_time_ms(self._refusal_time_ms)
+        at_ms = parts.server_time_ms(self._refusal_time_ms())
         proven = renew_pop_input(csr=pending.csr_der, node_id=identity.record.node_id, client_time_ms=at_ms)
         request = messages.RenewRequest(
             csr=pending.csr_der,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,19 @@ class Services:
         return messages.RenewResponse(body=serialized, signature=signature)
 
 
+@dataclass(frozen=True)
+class BenchClock:
+    """Goes as the bench's time does."""
+
+    read: Callable[[], int]
+
+    def now_ms(self) -> int:
+        return self.read()
+
+    def monotonic_ms(self) -> int:
+        return self.read()
+
+
 @dataclass
 class Bench:
     services: Services
@@ -122,7 +136,7 @@ def bench(tmp_path: Path) -> Bench:
         made.renewed.put_nowait(identity)
 
     parts = RenewalParts(
-        world=system_world(),
+        world=replace(system_world(), clock=BenchClock(lambda: made.server_time_ms)),
         link=GatewayLink(world=system_world(), identity=load, settings=DialSettings, dial=dial),
         identities=identities,
         machine=Machine(machine_id="m1"),
@@ -186,7 +200,7 @@ async def test_it_waits_for_two_thirds_of_the_life_and_retries_as_told(
     monkeypatch.setattr(renewal_module, "WAKE_MAX_MS", HOUR_MS)
     bench.services.refuse += [
         (8, "busy", {"grpc-retry-pushback-ms": "1234", "x-bc-server-time": "5"}),
-        (16, "the proof is too old", {"x-bc-reason": "bad-proof", "x-bc-server-time": "6"}),
+        (16, "the proof is too old", {"x-bc-reason": "bad-proof", "x-bc-server-time": "6000"}),
     ]
     begun_ms = bench.server_time_ms
     task = asyncio.create_task(bench.renewal.run())
@@ -195,4 +209,6 @@ async def test_it_waits_for_two_thirds_of_the_life_and_retries_as_told(
     await asyncio.gather(task, return_exceptions=True)
     assert 15.9 * HOUR_MS < bench.services.requests[0].client_time_ms - begun_ms < 16.5 * HOUR_MS
     assert 1.234 in waits
-    assert [told for told in bench.told if told is not None] == [5, 6], "a refusal's server time dates the next proof"
+    first, second = [told for told in bench.told if told is not None]
+    assert first == 5 + 1234, "a refusal's server time dates the next proof, by when it is made"
+    assert second == 6000 + int(waits[-1] * 1000)
