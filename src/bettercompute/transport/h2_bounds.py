@@ -9,6 +9,7 @@ and the tests here are those to run after a new one. Pure: the time comes in wit
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import cast
@@ -38,6 +39,7 @@ from hyperframe.frame import (
 from bettercompute.transport.limits import (
     CLOSED_STREAMS_REMEMBERED_MAX,
     FRAME_BYTES_MAX,
+    GOAWAY_TEXT_BYTES_MAX,
     HEADER_BLOCK_BYTES_MAX,
     STREAM_WINDOW_BYTES,
     Limits,
@@ -176,7 +178,6 @@ class BoundedH2(H2Connection):
         # Calls whose handler still runs, although its stream may be gone.
         self.running = 0
         self._receiving = False
-        self._goaway_text = b""
         self.incoming_buffer = BoundedFrameBuffer(server=not client_side)
         # Our first SETTINGS: what a peer must keep to from its first frame, so it holds before it is acknowledged.
         values = {
@@ -210,11 +211,7 @@ class BoundedH2(H2Connection):
     def bill(self, what: str) -> None:
         """Charge the peer for one `what`."""
         if self.bill_peer:
-            try:
-                self.bucket.spend(what, now_ms=self.now_ms)
-            except EnhanceYourCalm as calm:
-                self._goaway_text = str(calm).encode()
-                raise
+            self.bucket.spend(what, now_ms=self.now_ms)
 
     def release(self) -> None:
         """Let go of what refers back to this connection, once nothing more is read.
@@ -295,7 +292,8 @@ class BoundedH2(H2Connection):
         super()._prepare_for_sending(frames)
 
     def _terminate_connection(self, error_code: ErrorCodes) -> None:
-        self.close_connection(error_code, additional_data=self._goaway_text)
+        # h2 calls this while it handles the error, and does not pass its words on.
+        self.close_connection(error_code, additional_data=str(sys.exception() or "").encode()[:GOAWAY_TEXT_BYTES_MAX])
 
     def _acknowledge_settings(self) -> list[Frame]:
         frames = super()._acknowledge_settings()

@@ -30,7 +30,7 @@ from bettercompute.transport.h2_events import (
     PingAnswered,
     SettingsReceived,
 )
-from bettercompute.transport.limits import FRAME_BYTES_MAX, STREAM_WINDOW_BYTES, Limits
+from bettercompute.transport.limits import FRAME_BYTES_MAX, GOAWAY_TEXT_BYTES_MAX, STREAM_WINDOW_BYTES, Limits
 
 # A message larger than this is credited while it arrives, for h2 announces credit only at half a window; a smaller one
 # always fits into what is left, and is credited when it has been consumed.
@@ -138,7 +138,7 @@ class H2Core:
     def close(self, kind: EndKind, text: str, *, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
         """Queue a GOAWAY that says why, and end every call."""
         if self.ended is None:
-            self._h2.close_connection(code, additional_data=text.encode()[:256])
+            self._h2.close_connection(code, additional_data=text.encode()[:GOAWAY_TEXT_BYTES_MAX])
             self._end(kind, text)
 
     def lose(self, kind: EndKind, text: str) -> None:

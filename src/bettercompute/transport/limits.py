@@ -18,6 +18,9 @@ FRAME_BYTES_MAX = 16 * KIB
 # `header_list_bytes_max`, and no honest encoder makes a block longer than the list.
 HEADER_BLOCK_BYTES_MAX = 32 * KIB
 
+# What a GOAWAY says in words: a sentence.
+GOAWAY_TEXT_BYTES_MAX = 256
+
 # What one stream may send ahead of the application: enough to keep a tunnel at 2.6 MB/s over 50 ms.
 STREAM_WINDOW_BYTES = 128 * KIB
 

@@ -230,6 +230,7 @@ def test_a_frame_longer_than_announced_is_refused_on_its_header():
     goaway = wire.goaway()
     assert goaway is not None
     assert goaway.error_code == ErrorCodes.FRAME_SIZE_ERROR
+    assert goaway.additional_data == b"a frame of 16777215 bytes; this end takes 16384"
 
 
 @pytest.mark.parametrize("size", [0, 1, 1_000])
@@ -249,6 +250,9 @@ def test_a_header_list_over_16_kib_ends_the_connection():
     events = wire.server.receive(wire.client.data_to_send(), now_ms=0)
     assert isinstance(events[-1], ConnectionEnded)
     assert events[-1].kind is EndKind.ENHANCE_YOUR_CALM
+    goaway = wire.goaway()
+    assert goaway is not None
+    assert b"header" in (goaway.additional_data or b"").lower()
 
 
 def test_an_hpack_bomb_ends_the_connection():
