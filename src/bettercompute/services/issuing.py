@@ -52,6 +52,17 @@ class IssuedIdentity:
     chain_der: tuple[bytes, ...]
     identity_generation: int
 
+    @classmethod
+    def of(cls, stored: StoredCertificate) -> IssuedIdentity:
+        """Return what was issued, byte by byte."""
+        chain_der = certificates.chain_from_pem(stored.chain)
+        return cls(
+            node=identity_of(certificates.load_certificate(chain_der[0])),
+            serial=stored.serial,
+            chain_der=chain_der,
+            identity_generation=stored.identity_generation,
+        )
+
 
 def check_request(csr_der: bytes) -> Request:
     """Check a certificate request; refuse INVALID_ARGUMENT a bad one."""
@@ -181,19 +192,17 @@ async def answered_before(
     transaction: Transaction, *, node_id: str, request: Request, now_ms: int
 ) -> IssuedIdentity | None:
     """Return what this node got for this very request, if it asked before; refuse when that is not good any more."""
-    stored = await stored_certificates.find_by_request(transaction, node_id=node_id, csr_sha256=request.sha256)
-    if stored is None:
-        return None
+    stored = await issued_before(transaction, node_id=node_id, request=request)
     node = await nodes.get(transaction, node_id=node_id)
-    assert node is not None, "a certificate's row goes with its node's"
+    if stored is None or node is None:  # a certificate's row outlives a node that is forgotten
+        return None
     check_still_good(stored, identity_generation=node.identity_generation, now_ms=now_ms)
-    chain_der = certificates.chain_from_pem(stored.chain)
-    return IssuedIdentity(
-        node=identity_of(certificates.load_certificate(chain_der[0])),
-        serial=stored.serial,
-        chain_der=chain_der,
-        identity_generation=stored.identity_generation,
-    )
+    return IssuedIdentity.of(stored)
+
+
+async def issued_before(transaction: Transaction, *, node_id: str, request: Request) -> StoredCertificate | None:
+    """Return what this node got for this very request, whatever has become of it."""
+    return await stored_certificates.find_by_request(transaction, node_id=node_id, csr_sha256=request.sha256)
 
 
 def check_still_good(stored: StoredCertificate, *, identity_generation: int, now_ms: int) -> None:

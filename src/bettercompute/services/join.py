@@ -17,10 +17,13 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.limits import MAX_NAME_CHARS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services import renew
+from bettercompute.services.attestors import x509pop
 from bettercompute.services.attestors.join_token import JoinTokenAttestor
-from bettercompute.services.attestors.port import Attestor, Claim, Grant
+from bettercompute.services.attestors.later import LATER, LaterAttestor
+from bettercompute.services.attestors.port import Attestor, Deferral, Grant, Moment
+from bettercompute.services.attestors.x509pop import X509PopAttestor
 from bettercompute.services.installation import Installation, required_trust
-from bettercompute.services.issuing import IssuedIdentity, Issuer, Request, answered_before, check_request
+from bettercompute.services.issuing import IssuedIdentity, Issuer, Request, check_request
 from bettercompute.services.keys import ServiceKeys
 from bettercompute.store import audit
 from bettercompute.store import trust as stored_trust
@@ -31,8 +34,6 @@ from bettercompute.store.sessions import server_time_ms
 from bettercompute.world import World
 
 JOIN_TOKEN = "join-token"  # noqa: S105 - an attestor's name
-# Named by the protocol; each gets a file beside join_token.py when it is built.
-LATER_ATTESTORS = frozenset({"x509pop", "provisioned", "discovery", "cloud-iid", "tpm"})
 MAC_ADDRESSES_MAX = 256  # a host with a hundred functions on its network cards stays far below
 DRAWN_ID_BYTES = 10  # 80 bits: among a million nodes no two meet
 
@@ -44,7 +45,15 @@ class JoinService:
         self._database = database
         self._world = world
         self._issuer = Issuer(keys, installation, world)
-        self._attestors: Mapping[str, Attestor] = {JOIN_TOKEN: JoinTokenAttestor(keys.join_encryption)}
+        built: dict[str, Attestor] = {
+            JOIN_TOKEN: JoinTokenAttestor(keys.join_encryption, world.clock),
+            x509pop.NAME: X509PopAttestor(self._issuer),
+        }
+        self._known = ", ".join(built)
+        self._attestors: Mapping[str, Attestor] = {
+            **built,
+            **{name: LaterAttestor(name, instead=self._known) for name in LATER},
+        }
 
     async def join(self, request: messages.JoinRequest, *, source: str) -> messages.JoinResponse:
         """Give a node its identity, or refuse and say why. `source` is from where it called."""
@@ -56,15 +65,20 @@ class JoinService:
             check_node_id(request.node_id)
         hardware = _hardware(request)
         csr = check_request(request.csr)
-        claim = attestor.examine(request, csr, role=role, now_ms=self._world.clock.now_ms())
+        claim = attestor.examine(request, csr, role=role)
 
         async def work(transaction: Transaction) -> bytes:
             now_ms = await server_time_ms(transaction)
             trust = await required_trust(transaction)
-            issued = await self._admit(
-                transaction, claim, csr, attestor=request.attestor, hardware=hardware, source=source, now_ms=now_ms
-            )
-            return self._issuer.response_body(issued, csr, signed_trust=trust.signed_bundle, now_ms=now_ms)
+            moment = Moment(now_ms=now_ms, drawn_node_id=self._draw_node_id(), source=source)
+            decided = await claim.redeem(transaction, moment)
+            if isinstance(decided, Deferral):
+                return _deferral_body(decided, csr, now_ms=now_ms)
+            if isinstance(decided, Grant):
+                decided = await self._admit(
+                    transaction, decided, csr, moment=moment, attestor=request.attestor, hardware=hardware
+                )
+            return self._issuer.response_body(decided, csr, signed_trust=trust.signed_bundle, now_ms=now_ms)
 
         body = await self._database.retrying(work)
         return messages.JoinResponse(body=body, signature=self._issuer.sign(body))
@@ -92,29 +106,20 @@ class JoinService:
         attestor = self._attestors.get(name)
         if attestor is not None:
             return attestor
-        known = ", ".join(sorted(self._attestors))
-        if name in LATER_ATTESTORS:
-            raise refuse(Reason.ATTESTOR_UNKNOWN, f"attestor {name} is not supported by this version: join by {known}")
-        raise refuse(Reason.ATTESTOR_UNKNOWN, f"attestor {name[:MAX_NAME_CHARS]!a} is not known here: join by {known}")
+        raise refuse(
+            Reason.ATTESTOR_UNKNOWN, f"attestor {name[:MAX_NAME_CHARS]!a} is not known here: join by {self._known}"
+        )
 
     async def _admit(
         self,
         transaction: Transaction,
-        claim: Claim,
+        grant: Grant,
         csr: Request,
         *,
+        moment: Moment,
         attestor: str,
         hardware: Mapping[str, object],
-        source: str,
-        now_ms: int,
     ) -> IssuedIdentity:
-        drawn_node_id = self._draw_node_id()
-        grant = await claim.redeem(transaction, drawn_node_id=drawn_node_id, source=source)
-        if grant.again:
-            issued = await answered_before(transaction, node_id=grant.node_id, request=csr, now_ms=now_ms)
-            if issued is None:
-                raise refuse(Reason.TOKEN_USED, f"node {grant.node_id}, which used this token, was forgotten")
-            return issued
         node = JoinedNode(
             node_id=grant.node_id,
             site=grant.site,
@@ -124,11 +129,11 @@ class JoinService:
             hardware_claims=hardware,
         )
         issued = await self._issuer.admit(
-            transaction, node, csr, now_ms=now_ms, source=source, allowed_kinds=grant.allowed_kinds
+            transaction, node, csr, now_ms=moment.now_ms, source=moment.source, allowed_kinds=grant.allowed_kinds
         )
-        if grant.node_id == drawn_node_id and issued.identity_generation > 1:
-            raise Unavailable(f"the drawn node id {drawn_node_id} was taken just now: try again")
-        await self._record(transaction, grant, issued, attestor=attestor, source=source)
+        if grant.node_id == moment.drawn_node_id and issued.identity_generation > 1:
+            raise Unavailable(f"the drawn node id {grant.node_id} was taken just now: try again")
+        await self._record(transaction, grant, issued, attestor=attestor, source=moment.source)
         return issued
 
     async def _record(
@@ -155,6 +160,21 @@ class JoinService:
     def _draw_node_id(self) -> str:
         drawn = base64.b32encode(self._world.ids.random_bytes(DRAWN_ID_BYTES)).decode().lower()
         return f"n-{drawn}"
+
+
+def _deferral_body(deferral: Deferral, csr: Request, *, now_ms: int) -> bytes:
+    """Return the serialized JoinResponseBody that says: not yet."""
+    body = messages.JoinResponseBody(
+        deferral=messages.JoinDeferral(
+            retry_after_seconds=deferral.retry_after_s,
+            challenge=deferral.challenge,
+            reason=deferral.reason,
+            message=deferral.message,
+        ),
+        server_time_ms=now_ms,
+        csr_sha256=csr.sha256,
+    )
+    return body.SerializeToString(deterministic=True)
 
 
 def _hardware(request: messages.JoinRequest) -> dict[str, object]:

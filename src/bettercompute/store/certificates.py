@@ -118,6 +118,14 @@ async def supersede(transaction: Transaction, *, node_id: str, serials: Sequence
         await transaction.execute("certificates.supersede", node_id=node_id, serials=list(serials))
 
 
+async def withdraw(transaction: Transaction, *, serial: str) -> None:
+    """Forget a certificate that nobody has used, so that its request can be answered anew.
+
+    The caller holds the node's session row (`nodes.lock_session`).
+    """
+    await transaction.execute("certificates.withdraw", serial=serial)
+
+
 async def revoked_since(queries: Queries, *, since_ms: int) -> list[Revocation]:
     """Return the unexpired serials revoked at or after a moment of the database's clock; 0 returns all of them."""
     rows = await queries.fetch("certificates.revoked_since", since_ms=since_ms)

@@ -12,7 +12,7 @@ from bettercompute.pki import certificates, identity, join_token, signatures, tr
 from bettercompute.pki.identity import agent_role
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.protocol import messages
-from bettercompute.protocol.envelopes import join_response_input, renew_pop_input
+from bettercompute.protocol.envelopes import join_response_input, renew_pop_input, x509pop_input
 from bettercompute.services.installation import Installation, publish_trust
 from bettercompute.services.join import JoinService
 from bettercompute.services.keys import ServiceKeys, load_service_keys
@@ -61,6 +61,26 @@ class Node:
         signed = renew_pop_input(csr=next_node.csr, node_id=answer.node_id, client_time_ms=client_time_ms)
         return messages.RenewRequest(
             csr=next_node.csr, client_time_ms=client_time_ms, proof=signatures.sign(self.key, signed)
+        )
+
+    def rejoin_request(
+        self, answer: messages.JoinResponseBody, *, next_node: Node, client_time_ms: int
+    ) -> messages.JoinRequest:
+        """Ask to join again with `next_node`'s key, by this key's certificate, which may have expired."""
+        signed = x509pop_input(csr=next_node.csr, node_id=answer.node_id, client_time_ms=client_time_ms)
+        evidence = messages.X509PopEvidence(
+            certificate_chain=answer.certificate_chain,
+            client_time_ms=client_time_ms,
+            proof=signatures.sign(self.key, signed),
+        )
+        return messages.JoinRequest(
+            csr=next_node.csr,
+            hardware=messages.HardwareClaims(machine_id="m1"),
+            attestor="x509pop",
+            evidence=evidence.SerializeToString(),
+            daemon_version="0.1.0",
+            role=answer.role,
+            node_id=answer.node_id,
         )
 
 

@@ -13,6 +13,7 @@ from bettercompute.pki import certificates, identity
 from bettercompute.pki.certificates import Use
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, Status
+from bettercompute.services.attestors.later import LATER
 from bettercompute.services.installation import publish_trust
 from bettercompute.services.join import JoinService
 from bettercompute.store import audit, nodes, outbox, tokens
@@ -204,7 +205,7 @@ async def test_a_token_sealed_to_another_installation(plane):
     await refused(plane, request, Reason.TOKEN_MALFORMED, "not sealed to this key")
 
 
-@pytest.mark.parametrize("attestor", ["x509pop", "provisioned", "discovery", "cloud-iid", "tpm"])
+@pytest.mark.parametrize("attestor", LATER)
 async def test_an_attestor_of_a_later_version(plane, attestor):
     request = Node().join_request(await plane.token(), plane.keys, attestor=attestor)
     await refused(plane, request, Reason.ATTESTOR_UNKNOWN, f"attestor {attestor} is not supported by this version")

@@ -9,10 +9,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from bettercompute.pki import join_token
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.services.attestors.port import Grant
-from bettercompute.services.issuing import Request
+from bettercompute.services.attestors.port import Grant, Moment
+from bettercompute.services.issuing import IssuedIdentity, Request, answered_before
 from bettercompute.store import tokens
 from bettercompute.store.database import Transaction
+from bettercompute.store.tokens import Redeemed
+from bettercompute.world import Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +22,20 @@ class JoinTokenClaim:
     """A secret that came sealed for this very request."""
 
     secret_sha256: bytes = field(repr=False)
-    csr_sha256: bytes
+    request: Request
     role: str
     asked_node_id: str | None
 
-    async def redeem(self, transaction: Transaction, *, drawn_node_id: str, source: str) -> Grant:
+    async def redeem(self, transaction: Transaction, moment: Moment) -> Grant | IssuedIdentity:
         """Use the token, or refuse: unknown, used, expired, revoked, for another role or another node."""
         redeemed = await tokens.redeem(
             transaction,
             secret_sha256=self.secret_sha256,
-            csr_sha256=self.csr_sha256,
+            csr_sha256=self.request.sha256,
             role=self.role,
-            drawn_node_id=drawn_node_id,
+            drawn_node_id=moment.drawn_node_id,
             asked_node_id=self.asked_node_id,
-            source=source,
+            source=moment.source,
         )
         if redeemed.role != self.role:
             raise refuse(
@@ -47,15 +49,29 @@ class JoinTokenClaim:
                 f"join token {redeemed.token_id} does not name node {self.asked_node_id}: "
                 f"make one with `token create --node-id {self.asked_node_id}`, or join without a node id",
             )
-        return Grant(
-            node_id=redeemed.node_id,
-            site=redeemed.site,
-            role=redeemed.role,
-            tenant_controlled=redeemed.tenant_controlled,
-            allowed_kinds=redeemed.allowed_kinds,
-            granted_by=f"token/{redeemed.token_id}",
-            again=redeemed.again,
-        )
+        if redeemed.again:
+            return await answer_again(transaction, redeemed.node_id, self.request, now_ms=moment.now_ms)
+        return granted(redeemed)
+
+
+def granted(redeemed: Redeemed) -> Grant:
+    """Return what a token grants that was redeemed just now."""
+    return Grant(
+        node_id=redeemed.node_id,
+        site=redeemed.site,
+        role=redeemed.role,
+        tenant_controlled=redeemed.tenant_controlled,
+        allowed_kinds=redeemed.allowed_kinds,
+        granted_by=f"token/{redeemed.token_id}",
+    )
+
+
+async def answer_again(transaction: Transaction, node_id: str, request: Request, *, now_ms: int) -> IssuedIdentity:
+    """Return what a token brought its request before."""
+    issued = await answered_before(transaction, node_id=node_id, request=request, now_ms=now_ms)
+    if issued is None:
+        raise refuse(Reason.TOKEN_USED, f"node {node_id}, which used this token, was forgotten: make another token")
+    return issued
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +79,20 @@ class JoinTokenAttestor:
     """Opens sealed tokens."""
 
     join_encryption: ec.EllipticCurvePrivateKey = field(repr=False)
+    clock: Clock
 
-    def examine(self, request: messages.JoinRequest, csr: Request, *, role: str, now_ms: int) -> JoinTokenClaim:
+    def examine(self, request: messages.JoinRequest, csr: Request, *, role: str) -> JoinTokenClaim:
         """Open the sealed token and check that it was sealed for this request and role."""
         proof = join_token.open_proof(
-            self.join_encryption, request.sealed_token, csr_der=csr.csr_der, role=role, now_ms=now_ms
+            self.join_encryption,
+            request.sealed_token,
+            csr_der=csr.csr_der,
+            role=role,
+            now_ms=self.clock.now_ms(),
         )
         return JoinTokenClaim(
             secret_sha256=bytes.fromhex(join_token.secret_sha256(proof.secret)),
-            csr_sha256=csr.sha256,
+            request=csr,
             role=role,
             asked_node_id=request.node_id or None,
         )

@@ -61,3 +61,7 @@ WITH locked AS (
    WHERE node_id = :node_id AND serial = ANY (:serials::text[]) AND superseded_at IS NULL
    ORDER BY serial FOR NO KEY UPDATE)
 UPDATE node_certs c SET superseded_at = compute_now() FROM locked WHERE c.serial = locked.serial;
+
+-- name: certificates.withdraw
+-- other: it was issued and never used, and its request is answered anew; runs under the session row's lock
+DELETE FROM node_certs WHERE serial = :serial AND first_used_at IS NULL;
