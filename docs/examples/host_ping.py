@@ -37,8 +37,8 @@ class HostPing:
                 environment={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
                 timeout_ms=5_000,
                 limit_bytes=4_096,
+                live=True,
             )
-            await context.output(outcome.stdout)
             if outcome.timed_out or outcome.exit_code:
                 raise HandlerFailed("unreachable", f"{host} did not answer")
         return messages.InventoryRefreshResult().SerializeToString()

@@ -20,6 +20,7 @@ GROUPS = {
     90: "Processes of the control plane",
     101: "How the parts behave together",
     120: "Signed intent and the life of keys",
+    150: "Delivery, killed and measured",
     155: "The whole, simulated and judged",
 }
 

@@ -46,7 +46,7 @@ class ExecutorParts:
     config: HandlerConfig
     state_dir: Path
     space: str
-    """`programs.process_space` of this process."""
+    """`process_groups.process_space` of this process."""
     inventory: HeldInventory
     sign: Callable[[CommandKind, str, CommandState, bytes], messages.Signature | None]
     """Signs the terminal update of an attested kind with the node's key."""
@@ -172,6 +172,7 @@ class _Run:
             write=self.parts.journal.write,
             cancelled=self.cancelled,
             interruptible=not self.command_kind.destructive,
+            tell=self._printed,
         )
 
     @property
@@ -199,6 +200,9 @@ class _Run:
         self.news.due()
 
     async def output(self, data: bytes) -> None:
+        self._printed(data)
+
+    def _printed(self, data: bytes) -> None:
         self.news.add_output(data)
         self.news.due()
 

@@ -36,7 +36,8 @@ from bettercompute.daemon.inventory_held import HeldInventory
 from bettercompute.daemon.journal_records import UNBATCHED_DOCUMENT, DropProcess, PutDocument, unbatched_of
 from bettercompute.daemon.node_spec import NodeSpec
 from bettercompute.daemon.notify import SystemdNotifier
-from bettercompute.daemon.programs import end_left_running, process_space
+from bettercompute.daemon.process_groups import process_space
+from bettercompute.daemon.programs import end_left_running
 from bettercompute.daemon.renewal import Renewal, RenewalParts
 from bettercompute.daemon.shell import NodeShell, Outlook, ShellParts
 from bettercompute.daemon.status import DaemonStatus, StatusServer

@@ -13,37 +13,19 @@ import contextlib
 import errno
 import os
 import shutil
-import signal
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bettercompute.daemon.handlers import HandlerCancelled, ProgramOutcome
 from bettercompute.daemon.journal_records import DropProcess, NoteProcess, ProcessMark, Write
-
-# How long a program may take to end after TERM before it is killed.
-TERM_GRACE_S = 10.0
+from bettercompute.daemon.process_groups import TERM_GRACE_S, end_group, group_lives, group_started_at, start_ticks
 
 # `read` fails at the end of the pipe, so that a dead daemon's child never becomes the program.
 _GATE = 'read -r _ && exec "$@" </dev/null'
 
-# How often a group that was told to end is looked at, and a killed one that hangs in the kernel.
-_POLL_S = 0.02
-_POLL_STUCK_S = 1.0
-
 # How long the rest of the output is read once the group has ended; something that left the group may hold it open.
 _OUTPUT_GRACE_S = 1.0
-
-_PROC = Path("/proc")
-
-
-def process_space(boot_id: str) -> str:
-    """Return the name of the space in which process ids mean what they say: this boot and this pid namespace."""
-    try:
-        namespace = str((_PROC / "self/ns/pid").readlink())
-    except OSError:
-        namespace = "pid:[?]"
-    return f"{boot_id}/{namespace}"
 
 
 @dataclass(slots=True)
@@ -57,17 +39,25 @@ class Programs:
     cancelled: asyncio.Event
     interruptible: bool
     """Whether a cancel ends a running program; a destructive kind stops only between its actions."""
+    tell: Callable[[bytes], None] = lambda _: None
+    """Takes what a program prints while it runs, in the order in which it came."""
     grace_s: float = TERM_GRACE_S
 
     async def __call__(
-        self, argv: Sequence[str], *, environment: Mapping[str, str], timeout_ms: int, limit_bytes: int
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        timeout_ms: int,
+        limit_bytes: int,
+        live: bool = False,
     ) -> ProgramOutcome:
         """Run a program to the end of its whole group, and return how it ended."""
         if self.cancelled.is_set():
             raise HandlerCancelled
         program = _found(argv[0], environment)
         transport, child = await asyncio.get_running_loop().subprocess_exec(
-            lambda: _Child(limit_bytes),
+            lambda: _Child(limit_bytes, tell=self.tell if live else None),
             *("/bin/sh", "-c", _GATE, "sh", program, *argv[1:]),
             env=dict(environment),
             start_new_session=True,
@@ -127,13 +117,16 @@ class _Kept:
 class _Child(asyncio.SubprocessProtocol):
     """What a child's pipes and its end tell. `exited` is the leader's own end, whoever still holds its output open."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, tell: Callable[[bytes], None] | None) -> None:
+        self._tell = tell
         self.kept = {1: _Kept(limit_bytes), 2: _Kept(limit_bytes)}
         self.exited = asyncio.Event()
         self.finished = asyncio.Event()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         self.kept[fd].add(data)
+        if self._tell is not None:
+            self._tell(data)
 
     def process_exited(self) -> None:
         self.exited.set()
@@ -192,71 +185,11 @@ async def end_left_running(
     marks: Iterable[ProcessMark], *, space: str, grace_s: float = TERM_GRACE_S
 ) -> tuple[ProcessMark, ...]:
     """End the groups that an earlier process of the daemon left running, all at once; return those that were alive."""
-    alive = tuple(mark for mark in marks if mark.boot_id == space and _is_ours(mark))
+    alive = tuple(
+        mark for mark in marks if mark.boot_id == space and group_started_at(mark.process_group, mark.start_ticks)
+    )
     await asyncio.gather(*(end_group(mark.process_group, grace_s=grace_s) for mark in alive))
     return alive
-
-
-async def end_group(process_group: int, *, grace_s: float = TERM_GRACE_S) -> None:
-    """Return when no member of the group lives: TERM, then KILL. A member that hangs in the kernel is waited for."""
-    _signal(process_group, signal.SIGTERM)
-    loop = asyncio.get_running_loop()
-    kill_at = loop.time() + grace_s
-    killed = False
-    while group_lives(process_group):
-        if not killed and loop.time() >= kill_at:
-            _signal(process_group, signal.SIGKILL)
-            killed = True
-        await asyncio.sleep(_POLL_STUCK_S if killed and loop.time() > kill_at + grace_s else _POLL_S)
-
-
-def group_lives(process_group: int) -> bool:
-    """Return whether any member of the group lives; one that has ended and waits for its parent does not."""
-    try:
-        os.killpg(process_group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return bool(_live_members(process_group))
-
-
-def start_ticks(process_id: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None when there is none of that id."""
-    fields = _stat(process_id)
-    return None if fields is None else int(fields[19])
-
-
-def _is_ours(mark: ProcessMark) -> bool:
-    ticks = start_ticks(mark.process_group)
-    if ticks is not None:
-        return ticks == mark.start_ticks
-    # The leader has ended. The kernel gives no id out again while a group or session of that number lives.
-    return any(fields[3] == str(mark.process_group) for fields in _live_members(mark.process_group))
-
-
-def _live_members(process_group: int) -> list[list[str]]:
-    with os.scandir(_PROC) as entries:
-        processes = [_stat(int(entry.name)) for entry in entries if entry.name.isdigit()]
-    return [
-        fields
-        for fields in processes
-        if fields is not None and fields[2] == str(process_group) and fields[0] not in "ZX"
-    ]
-
-
-def _stat(process_id: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the third on (state, parent, group, session, ...); None without one."""
-    try:
-        text = (_PROC / str(process_id) / "stat").read_text(errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()
-
-
-def _signal(process_group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process_group, number)
 
 
 def _found(program: str, environment: Mapping[str, str]) -> str:

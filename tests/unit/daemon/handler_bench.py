@@ -16,7 +16,7 @@ from bettercompute.daemon.group_commit import Journal
 from bettercompute.daemon.handlers import Handler
 from bettercompute.daemon.inventory.facts import FactSettings
 from bettercompute.daemon.inventory_held import HeldInventory
-from bettercompute.daemon.programs import process_space
+from bettercompute.daemon.process_groups import process_space
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import pack_payload
 from bettercompute.session.inputs import HandlerFinished, HandlerProgressed

@@ -18,7 +18,7 @@ from bettercompute.daemon.handlers import HandlerContext, HandlerFailed
 from bettercompute.daemon.inventory.canonical import section_of_body
 from bettercompute.daemon.inventory.facts import FactSettings
 from bettercompute.daemon.inventory_held import HeldInventory
-from bettercompute.daemon.programs import group_lives, process_space
+from bettercompute.daemon.process_groups import group_lives, process_space
 from bettercompute.delivery.commands import CommandState
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import pack_payload
@@ -213,6 +213,35 @@ async def test_a_stopping_daemon_ends_processes_and_tells_nothing(bench: Bench) 
     await bench.executor.close()
     assert bench.told.empty()
     assert bench.executor.running_ids == ("c1",)
+
+
+async def test_a_program_is_heard_while_it_runs(bench: Bench, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    async def act(context: HandlerContext) -> bytes:
+        script = f"echo begun; read -r _ < {gate}; echo oops >&2; head -c 100000 /dev/zero"
+        outcome = await context.run_program(
+            ["sh", "-c", script], environment={"PATH": os.defpath}, timeout_ms=60_000, limit_bytes=5, live=True
+        )
+        assert (outcome.stdout, outcome.truncated) == (b"begun", True)
+        await context.run_program(
+            ["echo", "a value"], environment={"PATH": os.defpath}, timeout_ms=60_000, limit_bytes=5
+        )
+        return b""
+
+    bench.start(act)
+    heard = await asyncio.wait_for(bench.told.get(), 30)
+    assert isinstance(heard, HandlerProgressed)
+    assert heard.output == messages.CommandOutput(offset=0, data=b"begun\n")
+    await asyncio.to_thread(gate.write_text, "go\n")
+    pieces: list[messages.CommandOutput] = []
+    while isinstance(told := await asyncio.wait_for(bench.told.get(), 30), HandlerProgressed):
+        assert told.output is not None
+        pieces.append(told.output)
+    assert sum(len(piece.data) + piece.dropped_bytes for piece in pieces) == len(b"oops\n") + 100_000
+    assert max(len(piece.data) for piece in pieces) <= 65_536
+    assert not any(b"value" in piece.data for piece in pieces)
 
 
 async def test_news_are_joined_and_the_last_output_is_kept(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

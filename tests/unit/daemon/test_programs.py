@@ -6,21 +6,16 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from bettercompute.daemon import process_groups
 from bettercompute.daemon.handlers import HandlerCancelled
 from bettercompute.daemon.journal_records import DropProcess, NoteProcess, ProcessMark, Write
-from bettercompute.daemon.programs import (
-    Programs,
-    end_group,
-    end_left_running,
-    group_lives,
-    process_space,
-    start_ticks,
-)
+from bettercompute.daemon.process_groups import end_group, group_lives, process_space, start_ticks
+from bettercompute.daemon.programs import Programs, end_left_running
 
 ENVIRONMENT = {"PATH": os.defpath, "GREETING": "hello"}
 
@@ -217,7 +212,7 @@ async def test_what_cannot_be_started_says_so(marks: Marks, program: str, error:
 
 CHILD = """
 import asyncio, pathlib, sys
-from bettercompute.daemon.programs import Programs, process_space
+from bettercompute.daemon.programs import Programs
 
 async def main(line):
     def tell(text):
@@ -270,6 +265,31 @@ async def test_a_group_whose_leader_has_ended_is_still_found(line: Line) -> None
     assert group_lives(mark.process_group)
     assert await end_left_running([mark], space="space") == (mark,)
     assert not group_lives(mark.process_group)
+
+
+async def test_a_group_that_takes_its_time_is_awaited_and_not_asked(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/proc is read when something of the group has ended, however long that takes."""
+    go = Line(tmp_path / "go").path
+    script = f"trap 'read -r _ < {go}; exit' TERM; echo on > {line.path}; while :; do sleep 0.01; done"
+    process = await asyncio.create_subprocess_exec("sh", "-c", script, start_new_session=True)
+    await line.read()
+    scans = 0
+    inner = process_groups._live_members
+
+    def counted(group: int, *, among: Sequence[int] | None = None) -> list[process_groups._Member]:
+        nonlocal scans
+        scans += among is None
+        return inner(group, among=among)
+
+    monkeypatch.setattr(process_groups, "_live_members", counted)
+    ending = asyncio.create_task(end_group(process.pid))
+    await asyncio.to_thread(go.write_text, "go\n")
+    await ending
+    assert not group_lives(process.pid)
+    assert scans <= 5
+    await process.wait()
 
 
 async def test_ending_a_group_that_is_gone_is_nothing() -> None:

@@ -60,9 +60,18 @@ class ProgramRunner(Protocol):
     """
 
     async def __call__(
-        self, argv: Sequence[str], *, environment: Mapping[str, str], timeout_ms: int, limit_bytes: int
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        timeout_ms: int,
+        limit_bytes: int,
+        live: bool = False,
     ) -> ProgramOutcome:
-        """Run to the end; at most `limit_bytes` of each output stream are kept."""
+        """Run to the end; at most `limit_bytes` of each output stream are kept.
+
+        With `live`, what is printed also becomes the command's live output as it comes, unbounded by `limit_bytes`.
+        """
         ...
 
 

@@ -63,10 +63,10 @@ class GpuReset:
                 environment=_ENVIRONMENT,
                 timeout_ms=RESET_TIMEOUT_MS,
                 limit_bytes=_OUTPUT_BYTES,
+                live=True,
             )
         except OSError as error:
             raise HandlerFailed("no-nvidia-smi", f"nvidia-smi cannot be started: {error.strerror}") from None
-        await context.output(outcome.stdout + outcome.stderr)
         said = (outcome.stdout + outcome.stderr).decode(errors="replace").replace("\0", " ").strip()
         message = said[-MESSAGE_MAX_CHARS:]
         if outcome.timed_out:

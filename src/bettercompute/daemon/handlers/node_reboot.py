@@ -72,7 +72,7 @@ async def _request(context: HandlerContext, command: tuple[str, ...], *, reason:
     environment = {**_ENVIRONMENT, "BC_COMMAND_ID": context.command_id, "BC_REASON": reason}
     try:
         outcome = await context.run_program(
-            argv, environment=environment, timeout_ms=REQUEST_TIMEOUT_MS, limit_bytes=_STDERR_BYTES
+            argv, environment=environment, timeout_ms=REQUEST_TIMEOUT_MS, limit_bytes=_STDERR_BYTES, live=True
         )
     except OSError as error:
         raise HandlerFailed("reboot-failed", f"{argv[0]} cannot be started: {error.strerror}") from None

@@ -61,8 +61,15 @@ class FakeContext:
         raise AssertionError(f"nothing is printed, not {data!r}")
 
     async def run_program(
-        self, argv: Sequence[str], *, environment: Mapping[str, str], timeout_ms: int, limit_bytes: int
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        timeout_ms: int,
+        limit_bytes: int,
+        live: bool = False,
     ) -> ProgramOutcome:
+        assert not live, "what a fact prints is its value, not news"
         assert limit_bytes == MAX_FACT_OUTPUT_BYTES
         self.ran.append((list(argv), environment, timeout_ms))
         if isinstance(self.outcome, Exception):
