@@ -198,7 +198,6 @@ class Acceptor:
         try:
             async with self._first_held:
                 while not call.ended and (wait_ms := self._hold_ms()):  # noqa: ASYNC110 - it waits for time as well
-            locked=self._revocations.locked(certificate.node_id),
                     await asyncio.sleep(wait_ms / 1000)
         finally:
             self._held -= 1
@@ -214,6 +213,7 @@ class Acceptor:
             self._condition(life),
             attempt=parse_attempt(call.metadata.get(ATTEMPT_METADATA)),
             revocation=self._revocations.notice(certificate.serial),
+            locked=self._revocations.locked(certificate.node_id),
             now_ms=self._world.clock.monotonic_ms(),
             drawn=self._world.dice.uniform(0, 1),
         )
@@ -272,8 +272,6 @@ class Acceptor:
         state, effects = gateway_side.open_session(
             plan,
             spec=spec,
-            # What the feed has read while this Hello was being committed.
-            self._revocations.look_at(session)
             trust=self._trust.bundle if plan.send_trust else None,
             server_time_ms=self._server_time.now_ms(),
             now_ms=self._world.clock.monotonic_ms(),
@@ -289,6 +287,8 @@ class Acceptor:
             session.begin(effects)
             if life.stopping:
                 session.give(GatewayStopping())
+            # What the feed has read while this Hello was being committed.
+            self._revocations.look_at(session)
             life.dispatcher.look_at(session.node_id)
             log.info("session open", node_id=plan.node_id, session_id=state.session_id, epoch=state.epoch)
         return session

@@ -132,7 +132,6 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
-@dataclass(frozen=True, slots=True)
 class Locked:
     """An operator has locked the node: what `standing.refuse_locked` says of it."""
 
@@ -140,6 +139,7 @@ class Locked:
     pushback_ms: int
 
 
+@dataclass(frozen=True, slots=True)
 class LeaseLost:
     """The gateway is fenced: nothing of this session may be written any more, not even its end."""
 
@@ -200,8 +200,8 @@ EndingInput = (
     | ZombieFound
     | LeaseLost
     | Revoked
-    | FactsFailed
     | Locked
+    | FactsFailed
     | FactsPoisoned
     | SlowConsumer
     | GatewayStopping
