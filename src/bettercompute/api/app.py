@@ -6,7 +6,21 @@ from fastapi import APIRouter, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import bettercompute
-from bettercompute.api import batches, commands, events, gateways, nodes, problems, specs, standing, tokens, waiting
+from bettercompute.api import (
+    approvals,
+    approvers,
+    batches,
+    commands,
+    events,
+    gateways,
+    nodes,
+    problems,
+    specs,
+    standing,
+    tokens,
+    trust_keys,
+    waiting,
+)
 from bettercompute.api.auth import Principal, authenticate
 from bettercompute.api.bounds import Bounds
 from bettercompute.api.context import ApiContext, Context
@@ -62,6 +76,9 @@ def create_app(context: ApiContext) -> FastAPI:
         batches.router,
         tokens.router,
         gateways.router,
+        trust_keys.router,
+        approvers.router,
+        approvals.router,
     ):
         app.include_router(part)
     return app

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Header, Query
 from pydantic import BaseModel, Field, StringConstraints
 
 from bettercompute import telemetry
-from bettercompute.api import payloads
+from bettercompute.api import payloads, quorums
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.enqueue import Wanted, enqueue, kind_named
@@ -42,6 +42,8 @@ class RunRequest(Body):
     """Add to this batch, which the same caller began with the same kind: how a run proceeds step by step."""
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None
     not_after_ms: Annotated[int, Field(ge=1, le=MAX_NOT_AFTER_MS)] = NOT_AFTER_MS
+    unbatched: bool = False
+    """Of a destructive kind: use the few an hour that the approver set lets pass without its word."""
 
 
 class Made(BaseModel):
@@ -60,6 +62,8 @@ class RunAnswer(BaseModel):
     commands: list[Made]
     without_session: list[str]
     """The nodes that were not connected when it was made: their commands wait until they are, or until `not_after`."""
+    approvals_required: int = 0
+    """So many approvers must sign the batch before any of it is sent; 0: none."""
 
 
 class Output(BaseModel):
@@ -95,6 +99,8 @@ class Preview(BaseModel):
 
     kind: str
     nodes: list[Asked]
+    approvals_required: int = 0
+    """So many approvers would have to sign."""
 
 
 @router.post("/commands", status_code=201)
@@ -114,6 +120,7 @@ async def run(
         asked_by=caller.name,
         idempotency_key=idempotency_key,
         batch_id=request.batch_id,
+        unbatched=request.unbatched,
     )
     return RunAnswer(**await enqueue(context, wanted))
 
@@ -126,7 +133,12 @@ async def preview(
     kind = kind_named(request.kind)
     payloads.read(kind, request.payload)
     chosen = await choose(context.database, kind, _targets(request))
-    return Preview(kind=kind.name, nodes=[Asked(node_id=node.node_id, state=node.state) for node in chosen])
+    approvers = await quorums.approvers_for(context.database, kind, unbatched=request.unbatched)
+    return Preview(
+        kind=kind.name,
+        nodes=[Asked(node_id=node.node_id, state=node.state) for node in chosen],
+        approvals_required=approvers.threshold if approvers else 0,
+    )
 
 
 def _targets(request: RunRequest) -> Targets:

@@ -11,9 +11,10 @@ from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
 from bettercompute.api.finished import FinishedFeed
-from bettercompute.pki.intent import IntentSigner
+from bettercompute.pki.rotation import Purpose, TrustedKey
 from bettercompute.store import audit
-from bettercompute.store.database import Database, Queries
+from bettercompute.store.database import Database, Queries, Transaction
+from bettercompute.store.signing import Signing
 from bettercompute.world import World
 
 
@@ -69,6 +70,42 @@ class Provisioner(Protocol):
         ...
 
 
+class Rotated(Protocol):
+    """How the keys of a purpose stand after a step."""
+
+    @property
+    def version(self) -> int:
+        """Return the version of the trust bundle in force."""
+        ...
+
+    @property
+    def keys(self) -> tuple[TrustedKey, ...]:
+        """Return every key that is or was trusted."""
+        ...
+
+
+class TrustKeeper(Protocol):
+    """Rotates keys and publishes trust bundles: `services.rotating` behind a port, for it holds the keys that sign."""
+
+    async def prepare(
+        self, *, purpose: Purpose, public_der: bytes, companion_der: bytes = b"", asked_by: str
+    ) -> Rotated:
+        """Have a new key trusted beside the one in use."""
+        ...
+
+    async def switch(self, *, purpose: Purpose, key_sha256: str, asked_by: str) -> Rotated:
+        """Put the prepared key in use; refuses CONFLICT while nodes do not know it."""
+        ...
+
+    async def retire(self, *, purpose: Purpose, asked_by: str) -> Rotated:
+        """Have the replaced key trusted no more; refuses CONFLICT while something depends on it."""
+        ...
+
+    async def publish(self, transaction: Transaction) -> int:
+        """Publish what the database now says, under `store.trust.lock`; return the version in force."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiContext:
     """One per process."""
@@ -82,7 +119,8 @@ class ApiContext:
     provisioner: Provisioner
     trust_domain: str
     site: str
-    signer: IntentSigner | None = None
+    trust: TrustKeeper
+    signing: Signing | None = None
     """Signs what is made here; None: the installation signs nothing."""
 
     async def record(

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bettercompute.api import payloads
+from bettercompute.api import payloads, quorums
 from bettercompute.api.context import ApiContext
 from bettercompute.api.invalid import shown
 from bettercompute.api.targets import Targets, choose
+from bettercompute.pki.intent import IntentSigner
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import encode_message
 from bettercompute.protocol.kinds import KINDS, CommandKind, pack_payload
@@ -19,6 +20,7 @@ from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import commands, controller_runs, idempotency
 from bettercompute.store.database import Transaction
+from bettercompute.store.signing import signer_of
 
 BATCH_BYTES_MAX = 256 << 20
 CONNECTED = "connected"
@@ -37,6 +39,8 @@ class Wanted:
     asked_by: str
     idempotency_key: str | None
     batch_id: str | None = None
+    unbatched: bool = False
+    """Use the few an hour that pass without the approvers' word."""
 
 
 async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
@@ -60,8 +64,11 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
                 return dict(before)
         now_ms = await controller_runs.now_ms(transaction)
         seqs = await commands.draw_seqs(transaction, count=len(node_ids))
+        approvers = await quorums.approvers_for(transaction, kind, unbatched=wanted.unbatched)
         if wanted.batch_id is not None:
             await _check_batch(transaction, kind, wanted, wanted.batch_id)
+            await quorums.refuse_adding(transaction, batch_id=wanted.batch_id, approvers=approvers)
+        signer = await signer_of(context.signing, transaction)
         batch_id = wanted.batch_id or context.world.ids.uuid7()
         made = [
             _command(
@@ -74,9 +81,13 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
                 batch_id=batch_id,
                 now_ms=now_ms,
                 timeout_ms=timeout_ms,
+                signer=signer,
             )
             for node_id, seq in zip(node_ids, seqs, strict=True)
         ]
+        if approvers is not None:
+            made, root = quorums.scoped(made)
+            await quorums.open_batch(transaction, made, batch_id=batch_id, root=root, trust_domain=context.trust_domain)
         for start in range(0, len(made), INSERT_ROWS):
             await commands.enqueue(transaction, made[start : start + INSERT_ROWS])
         await context.record(
@@ -84,7 +95,7 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
             actor=wanted.asked_by,
             action="command.run",
             target=f"batch/{batch_id}",
-            details={"kind": kind.name, "nodes": len(made)},
+            details={"kind": kind.name, "nodes": len(made), "approvals": approvers.threshold if approvers else 0},
         )
         answer = {
             "batch_id": batch_id,
@@ -92,6 +103,7 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
             "gives_up_after_ms": wanted.not_after_in_ms + timeout_ms,
             "commands": [{"id": command.command_id, "node_id": command.node_id} for command in made],
             "without_session": [node.node_id for node in targets if node.state != CONNECTED],
+            "approvals_required": approvers.threshold if approvers else 0,
         }
         if wanted.idempotency_key is not None:
             await idempotency.complete(
@@ -141,6 +153,7 @@ def _command(
     batch_id: str,
     now_ms: int,
     timeout_ms: int,
+    signer: IntentSigner | None,
 ) -> commands.NewCommand:
     command_id = context.world.ids.uuid7()
     not_after_ms = now_ms + wanted.not_after_in_ms
@@ -165,7 +178,8 @@ def _command(
         lane=int(kind.lane),
         seq=seq,
         body=encoded,
-        signature=context.signer.sign_command(encoded) if context.signer else None,
+        signature=signer.sign_command(encoded) if signer else None,
+        signed_under=signer.root_sha256 if signer else None,
         created_by=wanted.asked_by,
         not_after_ms=not_after_ms,
         timeout_ms=timeout_ms,
@@ -183,5 +197,6 @@ def _digest(wanted: Wanted) -> bytes:
         wanted.batch_id,
         wanted.timeout_ms,
         wanted.not_after_in_ms,
+        wanted.unbatched,
     ]
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()

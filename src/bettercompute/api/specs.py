@@ -21,10 +21,12 @@ from bettercompute.api.storable import Id, JsonObject, Text
 from bettercompute.delivery.desired_state import GENERATION_MAX, next_generation
 from bettercompute.delivery.spec_generations import Circumstances, NewGeneration, changed_sections, compose
 from bettercompute.errors import Refused
+from bettercompute.pki.intent import IntentSigner
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import specs
 from bettercompute.store.database import Transaction
+from bettercompute.store.signing import signer_of
 from bettercompute.store.specs import Generation, LockedSpec, NewestSpec
 
 Number = Annotated[int, Field(ge=0, le=GENERATION_MAX)]
@@ -216,7 +218,8 @@ async def _set(
         raise _stale(node_id, expected=request.expected_generation, found=before)
     generation = before
     if not unchanged and not request.dry_run:
-        new = _composed(context, locked, spec, node_id=node_id)
+        signer = await signer_of(context.signing, transaction)
+        new = _composed(context, locked, spec, node_id=node_id, signer=signer)
         generation = new.generation
         await specs.publish(
             transaction, new, node_id=node_id, issued_at_ms=locked.now_ms, issued_by=caller.name, why=request.why
@@ -239,14 +242,16 @@ async def _set(
     )
 
 
-def _composed(context: ApiContext, locked: LockedSpec, spec: messages.NodeSpec, *, node_id: str) -> NewGeneration:
+def _composed(
+    context: ApiContext, locked: LockedSpec, spec: messages.NodeSpec, *, node_id: str, signer: IntentSigner | None
+) -> NewGeneration:
     of = Circumstances(
         node_id=node_id,
         trust_domain=context.trust_domain,
         generation=next_generation(locked.generations),
         issued_at_ms=locked.now_ms,
     )
-    return compose(spec, before=locked.body, of=of, signer=context.signer)
+    return compose(spec, before=locked.body, of=of, signer=signer)
 
 
 def _stale(node_id: str, *, expected: int | None, found: int) -> Refused:

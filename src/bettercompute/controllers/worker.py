@@ -15,9 +15,9 @@ from bettercompute.controllers.node_spec import NodeSpecController
 from bettercompute.controllers.outbox import OutboxController
 from bettercompute.controllers.retention import DEFAULT_KEEP, Keep, RetentionController
 from bettercompute.errors import BetterComputeError
-from bettercompute.pki.intent import IntentSigner
 from bettercompute.store import channels
 from bettercompute.store.database import Database, DedicatedConnection
+from bettercompute.store.signing import Signing
 from bettercompute.world import World
 
 log = structlog.get_logger("bettercompute.controllers")
@@ -36,7 +36,7 @@ class Worker:
         world: World,
         holder: str,
         keep: Keep = DEFAULT_KEEP,
-        signer: IntentSigner | None = None,
+        signing: Signing | None = None,
     ) -> None:
         """Put them together; `holder` names this process in what they leave behind."""
         self._database = database
@@ -48,7 +48,7 @@ class Worker:
                 OutboxController(database),
                 ExpiryController(database, world=world),
                 LivenessController(database, world=world, holder=holder),
-                NodeSpecController(database, world=world, signer=signer),
+                NodeSpecController(database, world=world, signing=signing),
                 RetentionController(database, keep=keep),
             ],
             world=world,

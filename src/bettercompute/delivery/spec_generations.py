@@ -31,6 +31,8 @@ class NewGeneration:
     patch_base_generation: int | None = None
     patch_body: bytes = b""
     patch_signature: bytes = b""
+    signed_under: str | None = None
+    """The command root of the signer; None: unsigned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ def compose(
             signature=_signature(body, signer),
             spec_sha256=whole.spec_sha256,
             changed=changed,
+            signed_under=None if signer is None else signer.root_sha256,
         )
     patch = _patch(spec, section=changed[0], base_generation=before.generation, of=of)
     return NewGeneration(
@@ -103,6 +106,7 @@ def compose(
         patch_base_generation=before.generation,
         patch_body=patch,
         patch_signature=_signature(patch, signer),
+        signed_under=None if signer is None else signer.root_sha256,
     )
 
 

@@ -31,6 +31,8 @@ class IntentSigner:
 
     key: ec.EllipticCurvePrivateKey = field(repr=False)
     chain_der: tuple[bytes, ...]
+    root_sha256: str
+    """Of the public key of the command-signing root, in hex: what is signed is kept with it."""
 
     def sign_command(self, body: bytes) -> bytes:
         """Return a serialized Signature over a CommandBody as it is stored."""
@@ -55,7 +57,7 @@ def make_signer(
         certificates.verify_chain(chain_der, roots=[root], use=certificates.Use.INTENT, now_ms=now_ms)
     except Refused as refused:
         raise refuse(Reason.INVALID_CONFIG, f"the worker key cannot sign: {refused.message}") from refused
-    return IntentSigner(key, chain_der)
+    return IntentSigner(key, chain_der, certificates.spki_sha256(root))
 
 
 def check_command(

@@ -253,6 +253,10 @@ class KeyFolder:
         """Return the names of the keys that are here."""
         return [name.removesuffix(".key") for name in self._disk.names(self.folder) if name.endswith(".key")]
 
+    def has(self, file_name: str) -> bool:
+        """Say whether there is such a file."""
+        return file_name in self._disk.names(self.folder)
+
     def create(self, files: Mapping[str, bytes]) -> None:
         """Make the folder with exactly these files, at once; it must not hold any yet."""
         make_folders(self._disk, self.folder.parent)
@@ -274,6 +278,20 @@ class KeyFolder:
         """Write a certificate whose key stays elsewhere."""
         make_folders(self._disk, self.folder)
         replace_file(self._disk, self.folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM))
+
+    def write_pem(self, name: str, pem: bytes) -> None:
+        """Write NAME.pem as it is, in place of what is there."""
+        replace_file(self._disk, self.folder / f"{name}.pem", pem)
+
+    def move(self, file_name: str, new_name: str) -> None:
+        """Give a file another name, in place of what has it."""
+        self._disk.rename(self.folder / file_name, self.folder / new_name)
+        self._disk.sync_folder(self.folder)
+
+    def remove(self, file_name: str) -> None:
+        """Remove a file; one that is gone already is fine."""
+        self._disk.remove(self.folder / file_name)
+        self._disk.sync_folder(self.folder)
 
     def authority(self, name: str) -> Authority:
         """Read a key and its certificate; refuse when one is missing or they do not belong together."""

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -28,7 +29,6 @@ from bettercompute.gateway.gateway import Gateway
 from bettercompute.gateway.metrics import GatewayMetrics
 from bettercompute.gateway.services import GatewayServices
 from bettercompute.pki import keyfiles
-from bettercompute.pki.intent import IntentSigner, make_signer
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.protocol.statuses import Reason
 from bettercompute.server.config import Config
@@ -45,13 +45,16 @@ from bettercompute.server.keys import (
     ensure_operator_token,
     serving_secrets,
     warn_of_needless_keys,
+    worker_signing,
 )
 from bettercompute.services.installation import Installation, publish_trust
 from bettercompute.services.join import JoinService
 from bettercompute.services.keys import ServiceKeys, load_service_keys
 from bettercompute.services.provision import ProvisionService
+from bettercompute.services.rotating import RotationService
 from bettercompute.store import controller_runs, migrations
 from bettercompute.store.database import GATEWAY_LIMITS, SERVER_LIMITS, Database
+from bettercompute.store.signing import Signing
 from bettercompute.transport.tls import reloading
 from bettercompute.world import World
 
@@ -227,18 +230,9 @@ def _start_internal(stack: contextlib.AsyncExitStack, config: Config, *, service
     return server.url
 
 
-def _signer(config: Config, *, world: World) -> IntentSigner | None:
-    """Return the signer of commands and specs; None where `pki.command_signing` is off."""
-    if not config.pki.command_signing:
-        return None
-    folder = KeyFolder(config.pki_path)
-    worker = folder.authority(keyfiles.WORKER)
-    return make_signer(
-        key=worker.key,
-        leaf=worker.certificate,
-        root=folder.certificate(keyfiles.COMMAND_ROOT),
-        now_ms=world.clock.now_ms(),
-    )
+def _signing(config: Config, *, world: World) -> Signing | None:
+    """Return what signs commands and specs; None where `pki.command_signing` is off."""
+    return worker_signing(KeyFolder(config.pki_path), world=world) if config.pki.command_signing else None
 
 
 def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database: Database, world: World) -> None:
@@ -249,7 +243,7 @@ def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database:
         world=world,
         holder=holder,
         keep=Keep(commands_ms=keep_ms, outbox_ms=keep_ms, events_ms=keep_ms),
-        signer=_signer(config, world=world),
+        signing=_signing(config, world=world),
     )
     worker.start()
     stack.push_async_callback(worker.stop)
@@ -312,6 +306,7 @@ def _start_api(
 ) -> str:
     keys, installation = joining.keys, joining.installation
     finished = FinishedFeed(dsn)
+    signing = _signing(config, world=world)
     context = ApiContext(
         database=joining.database,
         world=world,
@@ -326,7 +321,14 @@ def _start_api(
         provisioner=ProvisionService(joining.database, keys=keys, installation=installation, world=world),
         trust_domain=config.pki.trust_domain,
         site=config.pki.site,
-        signer=_signer(config, world=world),
+        trust=RotationService(
+            joining.database,
+            keys=partial(load_service_keys, KeyFolder(config.pki_path)),
+            installation=installation,
+            signing=signing,
+            world=world,
+        ),
+        signing=signing,
     )
     server = HttpServer(create_app(context), listener=listen(config.api.host, config.api.port, purpose="api"))
     finished.start()

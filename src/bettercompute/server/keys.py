@@ -11,14 +11,17 @@ from bettercompute.api.auth import token_sha256
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, keyfiles
 from bettercompute.pki.certificates import Use
+from bettercompute.pki.intent import IntentSigner, make_signer
 from bettercompute.pki.join_token import check_gateway_url
 from bettercompute.pki.keyfiles import KeyFolder, LocalDisk
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.server.config import Config
 from bettercompute.server.internal_tls import names_of
+from bettercompute.services.keys import authorities, held_certificates
 from bettercompute.services.pki_setup import GATEWAY
 from bettercompute.store import api_tokens
 from bettercompute.store.database import Database
+from bettercompute.store.signing import Signing
 from bettercompute.transport.tls import ServerSecrets
 from bettercompute.world import World
 
@@ -92,6 +95,38 @@ def serving_secrets(folder: KeyFolder, *, peers_ca: str = keyfiles.NODE_CA) -> C
         return held[1]
 
     return load
+
+
+def worker_signing(folder: KeyFolder, *, world: World) -> Signing:
+    """Return what signs under whichever command root the database names, by the worker keys of this folder.
+
+    The files are read again only where a root is asked for whose worker key was not there before: a rotation brings it
+    while the process runs. Refuses INVALID_CONFIG a folder of which no worker key can sign.
+    """
+    held = _worker_signers(folder, now_ms=world.clock.now_ms())
+
+    def under(root_sha256: str) -> IntentSigner | None:
+        if root_sha256 not in held:
+            held.update(_worker_signers(folder, now_ms=world.clock.now_ms()))
+        return held.get(root_sha256)
+
+    return Signing(under)
+
+
+def _worker_signers(folder: KeyFolder, *, now_ms: int) -> dict[str, IntentSigner]:
+    signers: dict[str, IntentSigner] = {}
+    why: Refused | None = None
+    for worker in authorities(folder, keyfiles.WORKER):
+        for root in held_certificates(folder, keyfiles.COMMAND_ROOT):
+            try:
+                signer = make_signer(key=worker.key, leaf=worker.certificate, root=root, now_ms=now_ms)
+            except Refused as refused:
+                why = refused
+            else:
+                signers[signer.root_sha256] = signer
+    if not signers and why is not None:
+        raise why
+    return signers
 
 
 def advertised_url(config: Config, folder: KeyFolder, *, gateway_is_here: bool) -> str:

@@ -36,6 +36,8 @@ class NewCommand:
     payload: Mapping[str, Any] = field(default_factory=dict)
     """What people see of the payload."""
     signature: bytes | None = None
+    signed_under: str | None = None
+    """The command root of the signature."""
     batch_id: str | None = None
     batch_approval: bytes | None = None
     batch_proof: bytes | None = None
@@ -319,6 +321,7 @@ def _columns(commands: Sequence[NewCommand]) -> dict[str, list[Any]]:
         "batch_ids": [command.batch_id for command in commands],
         "bodies": [command.body for command in commands],
         "signatures": [command.signature for command in commands],
+        "signed_unders": [command.signed_under for command in commands],
         "batch_approvals": [command.batch_approval for command in commands],
         "batch_proofs": [command.batch_proof for command in commands],
         "payloads": [json_columns.encode(command.payload) for command in commands],

@@ -84,6 +84,7 @@ async def publish(
         body=new.body,
         spec_sha256=new.spec_sha256,
         signature=new.signature or None,
+        signed_under=new.signed_under,
         patch_base=new.patch_base_generation,
         patch_body=new.patch_body or None,
         patch_signature=new.patch_signature or None,

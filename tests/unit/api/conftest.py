@@ -14,7 +14,7 @@ from bettercompute.api.auth import token_sha256
 from bettercompute.api.context import ApiContext, JoinEndpoint
 from bettercompute.api.finished import FinishedFeed
 from bettercompute.store import api_tokens, nodes
-from bettercompute.store.database import Database
+from bettercompute.store.database import Database, Transaction
 from bettercompute.system import system_world
 
 WORLD = system_world()
@@ -45,6 +45,22 @@ class RecordingProvisioner:
         )
 
 
+class NoKeeper:
+    """Of an installation whose keys nobody rotates."""
+
+    async def prepare(self, **_: Any) -> Any:
+        raise AssertionError("nobody prepares a key here")
+
+    async def switch(self, **_: Any) -> Any:
+        raise AssertionError("nobody switches keys here")
+
+    async def retire(self, **_: Any) -> Any:
+        raise AssertionError("nobody retires a key here")
+
+    async def publish(self, transaction: Transaction) -> int:
+        raise AssertionError("nobody publishes here")
+
+
 @pytest.fixture
 async def context(database: Database, dsn: str) -> AsyncIterator[ApiContext]:
     feed = FinishedFeed(dsn)
@@ -61,6 +77,7 @@ async def context(database: Database, dsn: str) -> AsyncIterator[ApiContext]:
             join_encryption_key=ec.generate_private_key(ec.SECP256R1()).public_key(),
         ),
         provisioner=RecordingProvisioner(),
+        trust=NoKeeper(),
         trust_domain="bc.test",
         site="default",
     )

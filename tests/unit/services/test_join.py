@@ -200,7 +200,7 @@ async def test_a_malformed_token(plane, sealed):
 
 
 async def test_a_token_sealed_to_another_installation(plane):
-    other = dataclasses.replace(plane.keys, join_encryption=certificates.generate_key())
+    other = dataclasses.replace(plane.keys, join_encryption_keys=(certificates.generate_key(),))
     request = Node().join_request(await plane.token(), other)
     await refused(plane, request, Reason.TOKEN_MALFORMED, "not sealed to this key")
 

@@ -6,16 +6,16 @@ SELECT nextval('commands_seq') AS seq FROM generate_series(1, :count::integer);
 
 -- name: commands.insert
 -- other: enqueued by an operator or a controller; nodes that have gone meanwhile are left out
-INSERT INTO commands (id, node_id, kind, lane, seq, batch_id, body, signature, batch_approval, batch_proof, payload,
-                      created_by, not_before, not_after, timeout_ms)
-SELECT v.id, v.node_id, v.kind, v.lane, v.seq, v.batch_id, v.body, v.signature, v.batch_approval, v.batch_proof,
-       v.payload::jsonb, v.created_by, at_ms(v.not_before_ms), at_ms(v.not_after_ms), v.timeout_ms
+INSERT INTO commands (id, node_id, kind, lane, seq, batch_id, body, signature, signed_under, batch_approval,
+                      batch_proof, payload, created_by, not_before, not_after, timeout_ms)
+SELECT v.id, v.node_id, v.kind, v.lane, v.seq, v.batch_id, v.body, v.signature, v.signed_under, v.batch_approval,
+       v.batch_proof, v.payload::jsonb, v.created_by, at_ms(v.not_before_ms), at_ms(v.not_after_ms), v.timeout_ms
   FROM unnest(:ids::text[], :node_ids::text[], :kinds::text[], :lanes::smallint[], :seqs::bigint[], :batch_ids::text[],
-              :bodies::bytea[], :signatures::bytea[], :batch_approvals::bytea[], :batch_proofs::bytea[],
-              :payloads::text[], :created_bys::text[], :not_befores_ms::bigint[], :not_afters_ms::bigint[],
-              :timeouts_ms::bigint[])
-       AS v (id, node_id, kind, lane, seq, batch_id, body, signature, batch_approval, batch_proof, payload, created_by,
-             not_before_ms, not_after_ms, timeout_ms)
+              :bodies::bytea[], :signatures::bytea[], :signed_unders::text[], :batch_approvals::bytea[],
+              :batch_proofs::bytea[], :payloads::text[], :created_bys::text[], :not_befores_ms::bigint[],
+              :not_afters_ms::bigint[], :timeouts_ms::bigint[])
+       AS v (id, node_id, kind, lane, seq, batch_id, body, signature, signed_under, batch_approval, batch_proof, payload,
+             created_by, not_before_ms, not_after_ms, timeout_ms)
   JOIN nodes n ON n.node_id = v.node_id
  ORDER BY v.id
 RETURNING id, node_id;

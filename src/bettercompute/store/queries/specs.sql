@@ -12,7 +12,7 @@ FOR NO KEY UPDATE OF n;
 WITH newest AS (
   UPDATE nodes n
   SET spec_generation = :generation, spec_body = :body, spec_sha256 = :spec_sha256, spec_signature = :signature,
-    spec_updated_at = compute_now()
+    spec_signed_under = :signed_under, spec_updated_at = compute_now()
   WHERE n.node_id = :node_id
 )
 INSERT INTO node_specs (node_id, generation, body, spec_sha256, signature, patch_base, patch_body, patch_signature,

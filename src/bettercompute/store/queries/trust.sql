@@ -1,4 +1,4 @@
--- Trust bundles: every version that was published.
+-- Trust: the keys of the installation with their place in a rotation, and every bundle that was published.
 
 -- name: trust.current
 -- other: read
@@ -16,3 +16,73 @@ INSERT INTO trust_bundles (version, content_sha256, signed_bundle) VALUES (:vers
 -- name: trust.notify
 -- other: a hint for the gateways
 SELECT pg_notify(:channel, :payload);
+
+-- name: trust.highest_held
+-- other: read when a content is published: after a restore nodes hold newer versions than the database knows
+SELECT coalesce(max(s.trust_version), 0) AS version FROM node_sessions s WHERE s.trust_version <= :believed_max::bigint;
+
+-- name: trust.keys
+-- other: read; a handful of rows
+SELECT purpose, key_sha256, public_der, companion_der, stage, first_version, to_ms(changed_at) AS changed_at_ms
+  FROM trust_keys ORDER BY purpose, changed_at, key_sha256;
+
+-- name: trust.key_in_use
+-- other: read by whoever is about to sign
+SELECT key_sha256 FROM trust_keys WHERE purpose = :purpose AND stage = 'current';
+
+-- name: trust.put_key
+-- other: a key is new, or has moved on; under trust.lock
+INSERT INTO trust_keys AS k (purpose, key_sha256, public_der, companion_der, stage, first_version, changed_by)
+VALUES (:purpose, :key_sha256, :public_der, :companion_der, :stage, :first_version, :changed_by)
+ON CONFLICT (purpose, key_sha256) DO UPDATE
+SET stage = excluded.stage, changed_at = compute_now(), changed_by = excluded.changed_by;
+
+-- name: trust.listed_since
+-- other: the keys that the bundle of this version lists for the first time
+UPDATE trust_keys SET first_version = :version
+ WHERE first_version = 0 AND stage <> 'retired' AND purpose = ANY (:purposes::text[]);
+
+-- name: trust.connected_behind
+-- other: an operator's step: the connected nodes that do not hold a version, and how many there are
+SELECT s.node_id, count(*) OVER () AS total FROM node_sessions s
+ WHERE s.gateway_id IS NOT NULL AND s.trust_version < :version::bigint
+ ORDER BY s.node_id LIMIT :named_max;
+
+-- name: trust.returning_behind
+-- other: an operator's step: nodes that may come back by their certificate and do not hold a version
+SELECT s.node_id, count(*) OVER () AS total FROM node_sessions s
+ WHERE s.trust_version < :version::bigint AND EXISTS (
+   SELECT FROM node_certs c WHERE c.node_id = s.node_id AND c.revoked_at IS NULL AND c.superseded_at IS NULL
+     AND c.not_after > compute_now() - ms(:grace_ms::bigint))
+ ORDER BY s.node_id LIMIT :named_max;
+
+-- name: trust.issued_before
+-- other: an operator's step: nodes whose certificate was issued before a moment and may still be used
+SELECT c.node_id, count(*) OVER () AS total FROM node_certs c
+ WHERE c.revoked_at IS NULL AND c.superseded_at IS NULL AND c.issued_at < at_ms(:moment_ms::bigint)
+   AND c.not_after > compute_now() - ms(:grace_ms::bigint)
+ GROUP BY c.node_id ORDER BY c.node_id LIMIT :named_max;
+
+-- name: trust.signed_under
+-- other: an operator's step: what has not ended and is signed under these roots
+SELECT (SELECT count(*) FROM commands c WHERE c.signed_under = ANY (:keys::text[]) AND c.state IN (1, 2, 3, 4))
+         AS open_commands,
+       (SELECT count(*) FROM nodes n WHERE n.spec_signed_under = ANY (:keys::text[])) AS specs;
+
+-- name: trust.specs_signed_under
+-- other: what the node_spec controller signs anew while a root is being replaced
+SELECT n.node_id FROM nodes n
+ WHERE n.spec_signed_under = ANY (:keys::text[]) AND n.node_id > :after
+ ORDER BY n.node_id LIMIT :page_size;
+
+-- name: trust.holders
+-- other: an operator's overview, counted over all nodes: how many hold which version
+SELECT s.trust_version, count(*) FILTER (WHERE s.gateway_id IS NOT NULL) AS connected, count(*) AS nodes
+  FROM node_sessions s GROUP BY s.trust_version ORDER BY s.trust_version DESC LIMIT :versions_max;
+
+-- name: trust.nodes
+-- other: read by people, by node id
+SELECT s.node_id, s.trust_version, s.gateway_id IS NOT NULL AS connected, s.approver_set_epoch, s.approver_set_sha256
+  FROM node_sessions s
+ WHERE s.node_id > :after AND (:behind_only::boolean IS NOT TRUE OR s.trust_version < :version::bigint)
+ ORDER BY s.node_id LIMIT :page_size;
