@@ -13,6 +13,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import structlog
@@ -32,12 +33,13 @@ from bettercompute.session.inputs import (
     BackOffOver,
     CancelRequested,
     CommandsMarked,
+    FactsPoisoned,
     MarksFound,
     PutBackCommitted,
     SpecPublished,
 )
 from bettercompute.store import delivery, sessions
-from bettercompute.store.database import Conflict, Database
+from bettercompute.store.database import Conflict, Database, StatementFailed
 from bettercompute.store.delivery import BusyCommand, MarkedCommand
 from bettercompute.store.sessions import Lease
 from bettercompute.world import World
@@ -154,7 +156,25 @@ class Dispatcher:
             await self._dispatch()
 
     async def _put_back_all(self) -> None:
+        """Put back what is queued; what the store refuses is searched for, and costs only the session that said it."""
         busy, self._busy = self._busy, []
+        parts = [busy]
+        while parts:
+            part = parts.pop()
+            try:
+                await self._put_back(part)
+            except StatementFailed as error:
+                if len(part) > 1:
+                    middle = len(part) // 2
+                    parts += [part[middle:], part[:middle]]
+                    continue
+                log.warning("poisoned put-back", node_id=part[0].session.node_id, error=error.message)
+                part[0].session.give(FactsPoisoned(error.message))
+            except BaseException:
+                self._busy = [*part, *chain.from_iterable(reversed(parts)), *self._busy]
+                raise
+
+    async def _put_back(self, busy: Sequence[_Busy]) -> None:
         rows = [
             BusyCommand(
                 key=item.session.key,
@@ -165,13 +185,9 @@ class Dispatcher:
             )
             for item in busy
         ]
-        try:
-            rows_back = await delivery.put_back(
-                self._database, rows, lease=self._lease, event_type=telemetry.EVENT_COMMAND_FINISHED
-            )
-        except BaseException:
-            self._busy = busy + self._busy
-            raise
+        rows_back = await delivery.put_back(
+            self._database, rows, lease=self._lease, event_type=telemetry.EVENT_COMMAND_FINISHED
+        )
         for item in busy:
             item.session.give(PutBackCommitted(item.effect.command_id))
             back = rows_back.get(item.effect.command_id)

@@ -79,7 +79,8 @@ MAX_REFERENCE_CHARS = 8 * KIB
 MAX_GRPC_MESSAGE_BYTES = 4 * KIB
 
 
-# What a PostgreSQL bigint holds; the wire's uint64 reaches twice as far.
+# What a PostgreSQL integer and a bigint hold; the wire's uint32 and uint64 reach twice as far.
+MAX_INTEGER = 2**31 - 1
 MAX_BIGINT = 2**63 - 1
 # The last millisecond of the year 9999: later ones are no timestamptz that every client can read.
 MAX_TIME_MS = 253_402_300_799_999

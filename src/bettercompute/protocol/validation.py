@@ -1,9 +1,10 @@
 """What a daemon's frame must be before it may enter a batch for the store (docs/protocol.md, "Frames and the store").
 
 Facts of many sessions are written by one statement, so one value that PostgreSQL refuses (a NUL in a text, a number
-past bigint, a time past year 9999, a payload that is no JSON) would cost every other node its batch. Such a frame ends
-its own session instead, with a sentence that names the field, the value and the bound. Rules go by a field's type and
-name, and each list and byte string has its bound here: a test walks all messages of AgentFrame and fails without one.
+past its column, a time past year 9999, a payload that is no JSON) would cost every other node its batch. Such a frame
+ends its own session instead, with a sentence that names the field, the value and the bound. Rules go by a field's type
+and name, and each list and byte string has its bound here: a test walks all messages of AgentFrame and fails without
+one.
 
 What a frame *means* (gaps, state moves, roles, signatures) is not judged here.
 """
@@ -82,8 +83,9 @@ _LONG_TEXTS: Mapping[str, int] = {
     "audience": limits.MAX_REFERENCE_CHARS,
 }
 
-# Kept or dropped one by one, by their own rule (protocol.capabilities), and never a reason to refuse the Hello.
-_UNCHECKED = frozenset({"Hello.capabilities"})
+# Judged by rules of their own, and never a reason to refuse the Hello here: capabilities are kept or dropped one by one
+# (protocol.capabilities), and what a version is too high for is the negotiation's (protocol.versions).
+_UNCHECKED = frozenset({"Hello.capabilities", "Hello.proto_min", "Hello.proto_max"})
 
 
 def validate_for_store(frame: messages.AgentFrame) -> None:
@@ -135,7 +137,9 @@ def _single_check(name: str, field: FieldDescriptor) -> Check | None:
     if field.type == FieldDescriptor.TYPE_INT64 and field.name.endswith("_ms"):
         return _check_time
     if field.type == FieldDescriptor.TYPE_UINT64:
-        return _check_bigint
+        return _number_check(limits.MAX_BIGINT)
+    if field.type == FieldDescriptor.TYPE_UINT32:
+        return _number_check(limits.MAX_INTEGER)
     if field.type == FieldDescriptor.TYPE_DOUBLE:
         return _check_finite
     if field.type == FieldDescriptor.TYPE_MESSAGE:
@@ -210,9 +214,12 @@ def _check_time(path: str, time_ms: int) -> None:
         raise ProtocolError(f"{path} is {time_ms}: Unix milliseconds from 0 to {limits.MAX_TIME_MS} are allowed")
 
 
-def _check_bigint(path: str, number: int) -> None:
-    if number > limits.MAX_BIGINT:
-        raise ProtocolError(f"{path} is {number}: at most {limits.MAX_BIGINT} is allowed")
+def _number_check(most: int) -> Check:
+    def check(path: str, number: int) -> None:
+        if number > most:
+            raise ProtocolError(f"{path} is {number}: at most {most} is allowed")
+
+    return check
 
 
 def _check_finite(path: str, number: float) -> None:

@@ -66,7 +66,7 @@ class FactsFailed:
 
 @dataclass(frozen=True, slots=True)
 class FactsPoisoned:
-    """Bisecting a batch that failed found this session's frame guilty."""
+    """Bisecting a batch that failed, of facts or of put-backs, found this session's frame guilty."""
 
     message: str
 

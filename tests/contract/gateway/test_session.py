@@ -13,6 +13,7 @@ from bettercompute.gateway import dispatch as dispatcher
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
 from bettercompute.store import delivery
+from bettercompute.store.database import StatementFailed
 from tests.contract.gateway import seed
 
 
@@ -124,6 +125,30 @@ async def test_busy_puts_the_command_back(rig):
     await rig.until_state("c1", CommandState.PENDING)
     again = await daemon.receive("command")
     assert again.command.attempt == 2
+
+
+async def test_a_busy_that_the_store_refuses_costs_its_own_session_and_no_other(rig, monkeypatch):
+    put_back = delivery.put_back
+
+    async def refuse_one(queries, busy, **kwargs):
+        if any(item.command_id == "c-bad" for item in busy):
+            raise StatementFailed("this cannot be stored", sqlstate="22003", constraint=None)
+        return await put_back(queries, busy, **kwargs)
+
+    monkeypatch.setattr(delivery, "put_back", refuse_one)
+    daemons = {}
+    for name in ("bad", "good"):
+        node = await rig.add_node(f"node-{name}")
+        await seed.add_command(rig.database, f"node-{name}", f"c-{name}")
+        daemons[name] = await rig.connect(node)
+        await daemons[name].command()
+    for name, daemon in daemons.items():
+        reject = messages.COMMAND_REJECT_REASON_BUSY
+        daemon.update(f"c-{name}", messages.COMMAND_STATE_REJECTED, attempt=1, reject_reason=reject)
+    status, reason, message = await daemons["bad"].end()
+    assert (status, reason) == (Status.INVALID_ARGUMENT, "invalid-frame")
+    assert "this cannot be stored" in message
+    assert (await daemons["good"].receive("command")).command.attempt == 2
 
 
 async def test_a_command_that_had_begun_is_sent_again_after_a_busy(rig):

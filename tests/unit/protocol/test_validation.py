@@ -95,6 +95,10 @@ BAD = {
     "NUL in a key": (hello(inventory_hashes={"c\0": b""}), r"Hello\.inventory_hashes \(a key\) holds a NUL"),
     "long id": (hello(journal_id="j" * 257), r"Hello\.journal_id has 257 characters: at most 256"),
     "long sentence": (update(message="m" * 4097), r"CommandUpdate\.message has 4097 characters: at most 4096"),
+    "attempt past integer": (
+        messages.AgentFrame(update=messages.CommandUpdate(command_id="c1", attempt=limits.MAX_INTEGER + 1)),
+        rf"CommandUpdate\.attempt is {limits.MAX_INTEGER + 1}: at most {limits.MAX_INTEGER}",
+    ),
     "epoch past bigint": (hello(last_epoch=BIG), rf"Hello\.last_epoch is {BIG}: at most {limits.MAX_BIGINT}"),
     "generation past bigint": (
         messages.AgentFrame(heartbeat=messages.Heartbeat(applied_generation=BIG)),
