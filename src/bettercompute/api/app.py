@@ -24,6 +24,7 @@ from bettercompute.api import (
 from bettercompute.api.auth import Principal, authenticate
 from bettercompute.api.bounds import Bounds
 from bettercompute.api.context import ApiContext, Context
+from bettercompute.api.doctor import router as doctor_router
 from bettercompute.store import controller_runs
 
 router = APIRouter()
@@ -67,6 +68,7 @@ def create_app(context: ApiContext) -> FastAPI:
     problems.install(app)
     for part in (
         router,
+        doctor_router,
         nodes.router,
         standing.router,
         specs.router,

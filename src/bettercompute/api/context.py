@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fastapi import Depends, Request
 from prometheus_client import CollectorRegistry
 
+from bettercompute.api.examining import Doctor
 from bettercompute.api.finished import FinishedFeed
 from bettercompute.pki.rotation import Purpose, TrustedKey
 from bettercompute.store import audit
@@ -122,6 +123,8 @@ class ApiContext:
     trust: TrustKeeper
     signing: Signing | None = None
     """Signs what is made here; None: the installation signs nothing."""
+    doctor: Doctor | None = None
+    """None: nothing can be examined here."""
 
     async def record(
         self,

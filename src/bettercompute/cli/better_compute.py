@@ -9,6 +9,7 @@ import typer
 import bettercompute
 from bettercompute.cli import commands, database, events, gateways, nodes, pki, running, sim, spec, tokens
 from bettercompute.cli.dev import dev
+from bettercompute.cli.doctor import doctor
 from bettercompute.cli.serve import serve
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app.add_typer(spec.app, name="spec")
 app.add_typer(tokens.app, name="token")
 app.add_typer(gateways.app, name="gateway")
 app.command("dev")(dev)
+app.command("doctor")(doctor)
 app.command("serve")(serve)
 app.add_typer(database.app, name="db")
 app.add_typer(pki.app, name="pki")

@@ -32,6 +32,7 @@ from bettercompute.pki import keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.protocol.statuses import Reason
 from bettercompute.server.config import Config
+from bettercompute.server.examining import make_doctor, serving_end
 from bettercompute.server.health import Check, create_health_app, process_registry
 from bettercompute.server.http import HttpServer, listen
 from bettercompute.server.internal_client import RemoteServices
@@ -285,6 +286,8 @@ async def _start_gateway(
         world=world,
         tls=reloading(serving_secrets(folder)),
         metrics=metrics,
+        # A source of its own: it is asked on the lease's thread.
+        serving_not_after_ms=serving_end(serving_secrets(folder)),
     )
     await gateway.start()
     stack.push_async_callback(gateway.stop)
@@ -312,6 +315,7 @@ def _start_api(
         world=world,
         finished=finished,
         registry=registry,
+        doctor=make_doctor(config, database=joining.database, dsn=dsn, world=world),
         join_endpoint=JoinEndpoint(
             gateway_urls=installation.gateway_urls,
             serving_ca_pins=(keys.serving_ca_pin,),

@@ -1,0 +1,1 @@
+"""The checks of `doctor`: one small function each, in a file per area; `service.CHECKS` is the table."""
