@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import resource
@@ -46,6 +45,7 @@ from bettercompute.session.effects import (
     StoreTime,
     TakeUpCommand,
 )
+from tests.forks import FORKS
 from tests.unit.daemon.journal_samples import PROMISED, SMALL, accept, entry, event, open_journal, story, write_story
 
 
@@ -167,11 +167,6 @@ def test_a_group_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 def boundaries() -> int:
     """How many boundaries the child's whole story has: begin, begun, each write, commit, committed, promised."""
     return 2 + 2 + sum(5 + len(writes) for writes in story(8))
-
-
-# Forked from a server that has imported everything, a child takes milliseconds.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.unit.daemon.journal_samples"])
 
 
 def kill_at(folder: Path, boundary: int) -> int:

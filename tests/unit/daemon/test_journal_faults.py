@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import pwd
 import shutil
@@ -25,12 +24,10 @@ from bettercompute.daemon.journal_files import companions
 from bettercompute.daemon.journal_records import JournalDamagedError
 from bettercompute.errors import Refused, Unavailable
 from bettercompute.system import system_world
+from tests.forks import FORKS
 from tests.unit.daemon.fake_gateway import join
 from tests.unit.daemon.journal_samples import accept, check_as, open_as, open_journal, write_and_die
 from tests.unit.daemon.test_journal import state_of
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.unit.daemon.journal_samples"])
 
 # Every result code that this Python knows, by name; the others named so are actions and limits.
 CODES = {
