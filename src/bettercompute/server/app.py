@@ -198,6 +198,7 @@ async def _open_joining(
         trust_domain=config.pki.trust_domain,
         gateway_urls=(advertised,),
         command_signing=config.pki.command_signing,
+        node_lifetime_ms=config.pki.node_certificate_s * 1000,
     )
     database = await _open_database(stack, config, dsn, world)
     await publish_trust(database, keys=keys, installation=installation, world=world)

@@ -75,6 +75,7 @@ class PkiSection(_Section):
     site: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "default"
     dir: str = ""
     command_signing: bool = False
+    node_certificate_s: Annotated[int, Field(ge=10, le=30 * 86_400)] = 86_400
 
 
 class HealthSection(_Section):

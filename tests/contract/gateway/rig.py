@@ -74,13 +74,21 @@ class Rig:
         await seed.add_node(self.database, node_id, serial=node.serial if recorded else None, role=role or "node")
         return node
 
-    def make_node(self, node_id: str, *, role: str | None = "node", trust_domain: str = "bc.local") -> Node:
+    def make_node(
+        self,
+        node_id: str,
+        *,
+        role: str | None = "node",
+        trust_domain: str = "bc.local",
+        lifetime_ms: int = certificates.NODE_LIFETIME_MS,
+    ) -> Node:
         leaf = certificates.make_node_leaf(
             self.node_ca,
             public_key=certificates.generate_key().public_key(),
             identity=NodeIdentity(trust_domain=trust_domain, site="default", node_id=node_id, role=role),
             serial=self.world.ids.random_bytes(16),
             now_ms=self.world.clock.now_ms(),
+            lifetime_ms=lifetime_ms,
         )
         return Node(node_id, certificates.serial_text(leaf), (leaf.public_bytes(Encoding.DER),))
 

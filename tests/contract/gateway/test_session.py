@@ -12,6 +12,7 @@ from bettercompute.errors import Unavailable
 from bettercompute.gateway import dispatch as dispatcher
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
+from bettercompute.session.inputs import Tick
 from bettercompute.store import delivery
 from bettercompute.store.database import StatementFailed
 from tests.contract.gateway import seed
@@ -384,3 +385,20 @@ async def test_a_renewal_says_how_the_gateway_is(rig):
     assert abs(row["clock_offset_ms"]) < 5_000
     assert 0 <= row["revocations_age_ms"] < 60_000
     assert row["serving_not_after"] is None, "without TLS there is no certificate"
+
+
+async def test_a_session_ends_when_its_certificate_does(rig):
+    node = rig.make_node("node-a", lifetime_ms=1_000)
+    await seed.add_node(rig.database, "node-a", serial=node.serial)
+    daemon = await rig.connect(node)
+    life = rig.gateway.life
+    assert life is not None
+
+    def ended() -> bool:
+        for session in life.registry:
+            session.give(Tick())
+        return not rig.gateway.session_count
+
+    await rig.until(ended)
+    assert (await daemon.end())[:2] == (Status.UNAUTHENTICATED, "certificate-expired")
+    await rig.until_row("node-a", state="disconnected", state_reason="certificate-expired")
