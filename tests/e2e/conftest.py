@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from bettercompute.cli.client import ApiClient
 
@@ -21,6 +23,11 @@ READY_S = 60.0
 WAIT_S = 45.0
 BETTER_COMPUTE = (sys.executable, "-m", "bettercompute.cli.better_compute")
 BCD = (sys.executable, "-m", "bettercompute.cli.bcd")
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run on the loop that the product runs on: FakeDaemons share two cores with what they test."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,9 @@ async def test_the_drain_command(site: Site, begun: Counter[str]) -> None:
     reasons = await site.database.query(
         "SELECT payload ->> 'reason' AS reason FROM outbox WHERE type LIKE '%disconnected'"
     )
-    assert Counter(row["reason"] for row in reasons) == {"stream-ended": on_first}
+    # A node that the other gateway has welcomed before its end was written has lost nothing, and no disconnect is told.
+    assert {row["reason"] for row in reasons} == {"stream-ended"}
+    assert len(reasons) <= on_first
     await site.assert_no_clones()
     [undone] = await gateway_command("drain", first_id, "--undo")
     assert undone["drain_requested_at"] is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -53,6 +54,8 @@ log = structlog.get_logger("bettercompute.gateway.accept")
 
 FIRST_FRAME_S = 10.0
 RELAY_S = 20.0
+# Reading one costs as much as refusing its stream, and a herd comes back with the same ones.
+CERTIFICATES_KEPT = 8_192
 ROLE_NUMBERS = {
     identity.ROLE_NODE: messages.AGENT_ROLE_NODE,
     identity.ROLE_SITE: messages.AGENT_ROLE_SITE,
@@ -169,25 +172,7 @@ class Acceptor:
         """Return what the verified client certificate says; its bytes are the only source of the node's id."""
         if not call.peer.certificate_chain:
             raise refuse(Reason.NO_CERTIFICATE, "no client certificate was shown: join the machine first (`bcd join`)")
-        try:
-            leaf = x509.load_der_x509_certificate(call.peer.certificate_chain[0])
-        except identity.UNREADABLE as error:
-            raise refuse(Reason.BAD_CERTIFICATE, f"the client certificate cannot be read: {error}") from error
-        node = identity.identity_of(leaf)
-        if node.trust_domain != self._config.trust_domain:
-            raise refuse(
-                Reason.BAD_CERTIFICATE,
-                f"the certificate is of trust domain {node.trust_domain}, this gateway serves "
-                f"{self._config.trust_domain}",
-            )
-        return CertificateFacts(
-            serial=certificates.serial_text(leaf),
-            node_id=node.node_id,
-            role=0 if node.role is None else ROLE_NUMBERS[node.role],
-            tenant_controlled=node.tenant_controlled,
-            not_after_ms=certificates.not_after_ms(leaf),
-            recorded=False,
-        )
+        return _certificate_facts(call.peer.certificate_chain[0], self._config.trust_domain)
 
     async def _hold(self, call: ServerCall) -> None:
         """Keep a stream that has waited before until it is its turn: first come, first served. Others do not wait."""
@@ -352,6 +337,29 @@ class Acceptor:
     def _answer(self, call: ServerCall, response: messages.JoinResponse | messages.RenewResponse) -> None:
         call.send(encode_message(response))
         call.finish(Status.OK)
+
+
+@functools.lru_cache(maxsize=CERTIFICATES_KEPT)
+def _certificate_facts(leaf_der: bytes, trust_domain: str) -> CertificateFacts:
+    """Return what a verified certificate says. Raises `Refused` for one that is no node's of this trust domain."""
+    try:
+        leaf = x509.load_der_x509_certificate(leaf_der)
+    except identity.UNREADABLE as error:
+        raise refuse(Reason.BAD_CERTIFICATE, f"the client certificate cannot be read: {error}") from error
+    node = identity.identity_of(leaf)
+    if node.trust_domain != trust_domain:
+        raise refuse(
+            Reason.BAD_CERTIFICATE,
+            f"the certificate is of trust domain {node.trust_domain}, this gateway serves {trust_domain}",
+        )
+    return CertificateFacts(
+        serial=certificates.serial_text(leaf),
+        node_id=node.node_id,
+        role=0 if node.role is None else ROLE_NUMBERS[node.role],
+        tenant_controlled=node.tenant_controlled,
+        not_after_ms=certificates.not_after_ms(leaf),
+        recorded=False,
+    )
 
 
 @contextlib.contextmanager

@@ -217,6 +217,7 @@ def _parse_decimal(text: str | None) -> int | None:
 
 
 _PERCENT_ESCAPE = re.compile(rb"%([0-9A-Fa-f]{2})")
+_NEEDS_NO_ESCAPE = re.compile(r"[ -$&-~]*")
 
 
 def encode_grpc_message(message: str) -> str:
@@ -224,6 +225,8 @@ def encode_grpc_message(message: str) -> str:
 
     The cut falls between characters, so that what is left decodes.
     """
+    if _NEEDS_NO_ESCAPE.fullmatch(message):
+        return message[:MAX_GRPC_MESSAGE_BYTES]
     pieces: list[str] = []
     room = MAX_GRPC_MESSAGE_BYTES
     for character in message:

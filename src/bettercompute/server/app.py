@@ -53,7 +53,7 @@ from bettercompute.services.join import JoinService
 from bettercompute.services.keys import ServiceKeys, load_service_keys
 from bettercompute.services.provision import ProvisionService
 from bettercompute.services.rotating import RotationService
-from bettercompute.store import controller_runs, migrations
+from bettercompute.store import controller_runs, migrations, sessions
 from bettercompute.store.database import GATEWAY_LIMITS, SERVER_LIMITS, Database
 from bettercompute.store.signing import Signing
 from bettercompute.transport.tls import reloading
@@ -269,6 +269,7 @@ async def _start_gateway(
         application_name="better-compute gateway",
         pool_size=config.database.pool_size,
         limits=GATEWAY_LIMITS,
+        rehearsed=sessions.HELLO_STATEMENTS,
     )
     stack.push_async_callback(database.close)
     gateway = Gateway(

@@ -173,10 +173,12 @@ class Limits:
 
     statement_timeout_ms: int | None = None
     idle_in_transaction_timeout_ms: int | None = None
+    generic_plans: bool = False
+    """Plan each statement once per connection, without looking at its arguments, instead of five times more."""
 
 
 # A gateway's transactions are bounded by the server, so that a hung gateway holds no lock for long.
-GATEWAY_LIMITS = Limits(statement_timeout_ms=5_000, idle_in_transaction_timeout_ms=5_000)
+GATEWAY_LIMITS = Limits(statement_timeout_ms=5_000, idle_in_transaction_timeout_ms=5_000, generic_plans=True)
 # The lease must renew or fail well inside its 15 s.
 LEASE_LIMITS = Limits(statement_timeout_ms=3_000, idle_in_transaction_timeout_ms=3_000)
 # Of API and workers, whose longest statements touch some thousand rows: a connection that a firewall has forgotten must
@@ -206,15 +208,27 @@ class Database(Queries):
         pool_size: int = POOL_SIZE,
         pool_size_min: int = 1,
         limits: Limits = NO_LIMITS,
+        rehearsed: Sequence[str] = (),
     ) -> Database:
-        """Connect. Raises Unavailable when the server cannot be reached or is a standby, Refused when it is too old."""
+        """Connect. Raises Unavailable when the server cannot be reached or is a standby, Refused when it is too old.
+
+        `rehearsed` names statements that each connection prepares and plans before its first use, by running them with
+        NULL for every argument and rolling back; such a pool keeps all its connections. Preparing and planning cost
+        more than a hundred runs: a herd that meets ten cold connections waits seconds for its first Hellos. See
+        decisions 0038.
+        """
+
+        async def prepare(connection: _Connection) -> None:
+            await _check_version(connection)
+            await _rehearse(connection, rehearsed)
+
         with _translated():
             pool = await asyncpg.create_pool(
                 dsn,
-                min_size=min(pool_size_min, pool_size),
+                min_size=pool_size if rehearsed else min(pool_size_min, pool_size),
                 max_size=pool_size,
-                max_inactive_connection_lifetime=IDLE_CONNECTION_MS / 1000,
-                init=_check_version,
+                max_inactive_connection_lifetime=0 if rehearsed else IDLE_CONNECTION_MS / 1000,
+                init=prepare,
                 reset=_keep_as_is,
                 **_connect_options(application_name=application_name, limits=limits),
             )
@@ -338,6 +352,8 @@ def _connect_options(*, application_name: str, limits: Limits) -> dict[str, Any]
         command_timeout = (limits.statement_timeout_ms + CLIENT_GRACE_MS) / 1000
     if limits.idle_in_transaction_timeout_ms is not None:
         server_settings["idle_in_transaction_session_timeout"] = str(limits.idle_in_transaction_timeout_ms)
+    if limits.generic_plans:
+        server_settings["plan_cache_mode"] = "force_generic_plan"
     return {
         "timeout": CONNECT_TIMEOUT_MS / 1000,
         "command_timeout": command_timeout,
@@ -356,6 +372,19 @@ async def _check_version(connection: _Connection) -> None:
             Reason.CONFLICT,
             f"the database is PostgreSQL {version.major}, at least {SERVER_VERSION_MIN} is needed: upgrade the server",
         )
+
+
+async def _rehearse(connection: _Connection, names: Sequence[str]) -> None:
+    if not names:
+        return
+    transaction = connection.transaction()
+    await transaction.start()
+    try:
+        for name in names:
+            statement = _statement(name)
+            await connection.fetch(statement.sql, *[None] * len(statement.arguments))
+    finally:
+        await transaction.rollback()
 
 
 async def _keep_as_is(_connection: _Connection) -> None:

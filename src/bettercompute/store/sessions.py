@@ -36,6 +36,10 @@ ROLE_NAMES: Mapping[int, str] = {1: "node", 2: "site", 3: "ramdisk"}
 ROLE_NUMBERS: Mapping[str, int] = {name: number for number, name in ROLE_NAMES.items()}
 
 
+HELLO_STATEMENTS = ("sessions.lock_for_hello", "sessions.hello_facts", "sessions.apply_hello", "sessions.newer_specs")
+"""What opens a session. With NULL for every argument they find no node and write nothing: they may be rehearsed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """What a fenced statement names: who writes, and the proof that it still may."""

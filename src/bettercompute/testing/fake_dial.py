@@ -14,14 +14,20 @@ Dial = Callable[[], Awaitable[Connection]]
 
 
 def over_tls(target: DialTarget, *, world: World, limits: Limits = streams.DEFAULT_LIMITS) -> Dial:
-    """Return a dial of a real gateway. The pinned certificate that the first one finds saves the others their probe."""
+    """Return a dial of a real gateway. The pinned certificate that the first one finds saves the others their probe.
+
+    The keys are read here and not at each dial: a thousand machines have a thousand processors for that, a thousand
+    FakeDaemons share one.
+    """
     known = target
+    prepared = streams.prepare(target)
 
     async def dial() -> Connection:
-        nonlocal known
-        connection = await streams.dial(known, world=world, limits=limits)
+        nonlocal known, prepared
+        connection = await streams.dial(known, world=world, limits=limits, prepared=prepared)
         if known.serving_ca_pem is None:
             known = replace(known, serving_ca_pem=connection.serving_ca_pem)
+            prepared = streams.prepare(known)
         return connection
 
     return dial

@@ -121,8 +121,18 @@ class SocketConnection:
         await self._link.closed.wait()
 
 
-async def dial(target: DialTarget, *, world: World, limits: Limits = DEFAULT_LIMITS) -> SocketConnection:
-    """Connect to a gateway. Raises `DialFailed`, within `target.timeout_s`."""
+def prepare(target: DialTarget) -> ssl.SSLContext | None:
+    """Return what `dial` can be given to spare it reading the keys, or None where it must look at the chain first."""
+    pem = target.serving_ca_pem
+    if pem is None or not tls.pem_matches(pem, pin=target.serving_ca_spki_sha256):
+        return None
+    return tls.dialer_context(serving_ca_pem=pem, identity=target.identity)
+
+
+async def dial(
+    target: DialTarget, *, world: World, limits: Limits = DEFAULT_LIMITS, prepared: ssl.SSLContext | None = None
+) -> SocketConnection:
+    """Connect to a gateway; `prepared` is of the same target. Raises `DialFailed`, within `target.timeout_s`."""
     host, port = parse_gateway_url(target.url)
     where = authority_of(host, port)
     if len(target.serving_ca_spki_sha256) != tls.PIN_BYTES:
@@ -130,7 +140,7 @@ async def dial(target: DialTarget, *, world: World, limits: Limits = DEFAULT_LIM
     bound_stdlib_tls(asyncio.get_running_loop())
     try:
         async with asyncio.timeout(target.timeout_s):
-            return await _Dial(target, host=host, port=port, world=world, limits=limits).run()
+            return await _Dial(target, host=host, port=port, world=world, limits=limits).run(prepared)
     except TimeoutError as error:
         raise DialFailed(DialKind.TIMEOUT, f"{where}: no connection within {target.timeout_s} s") from error
     except DialFailed as failure:
@@ -165,19 +175,20 @@ class _Dial:
         self._loop = asyncio.get_running_loop()
         self._name = target.server_name or host
 
-    async def run(self) -> SocketConnection:
+    async def run(self, prepared: ssl.SSLContext | None) -> SocketConnection:
         cached = self._target.serving_ca_pem
-        if cached is not None and tls.pem_matches(cached, pin=self._target.serving_ca_spki_sha256):
+        context = prepared or prepare(self._target)
+        if cached is not None and context is not None:
             try:
-                return await self._connect(cached)
+                return await self._connect(cached, context)
             except DialFailed as failure:
                 # The CA may have been issued anew for the same key: look again, once.
                 if failure.kind is not DialKind.PIN_MISMATCH:
                     raise
-        return await self._connect(await self._probe())
+        found = await self._probe()
+        return await self._connect(found, tls.dialer_context(serving_ca_pem=found, identity=self._target.identity))
 
-    async def _connect(self, serving_ca_pem: bytes) -> SocketConnection:
-        context = tls.dialer_context(serving_ca_pem=serving_ca_pem, identity=self._target.identity)
+    async def _connect(self, serving_ca_pem: bytes, context: ssl.SSLContext) -> SocketConnection:
         link = ClientLink(
             world=self._world,
             limits=self._limits,

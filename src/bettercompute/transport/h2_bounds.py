@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,6 +22,7 @@ from h2.events import ConnectionTerminated, Event, RequestReceived
 from h2.exceptions import FrameTooLargeError, ProtocolError
 from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
+from hpack import Encoder, HeaderTuple
 from hyperframe.frame import (
     AltSvcFrame,
     ContinuationFrame,
@@ -158,6 +160,27 @@ class LeanSettings(Settings):
             self._settings[key] = cast("deque[int]", _Values(self._settings[key]))
 
 
+class PlainEncoder(Encoder):
+    """hpack's encoder without the Huffman code, which in Python costs more than the fifth of a header that it saves.
+
+    At both ends: what is not coded need not be decoded.
+    """
+
+    def encode(
+        self,
+        headers: Iterable[HeaderTuple | tuple[bytes | str, bytes | str] | tuple[bytes | str, bytes | str, bool | None]]
+        | dict[bytes | str, bytes | str],
+        huffman: bool = False,
+    ) -> bytes:
+        """Return a header block."""
+        return super().encode(headers, huffman=huffman)
+
+
+def _configuration(*, client_side: bool) -> H2Configuration:
+    """Return h2's settings: what this package sends is lower-case, stripped and whole as it is made."""
+    return H2Configuration(client_side=client_side, validate_outbound_headers=False, normalize_outbound_headers=False)
+
+
 class BoundedH2(H2Connection):
     """An h2 connection that bills its peer and holds no more than `Limits` says."""
 
@@ -165,7 +188,7 @@ class BoundedH2(H2Connection):
 
     def __init__(self, *, client_side: bool, limits: Limits, now_ms: int) -> None:
         """Prepare a connection; `initiate_connection` and the window come from `open`."""
-        super().__init__(H2Configuration(client_side=client_side, validate_outbound_headers=False))
+        super().__init__(_configuration(client_side=client_side))
         self.limits = limits
         self.now_ms = now_ms
         self.bucket = AbuseBucket.full(limits, now_ms=now_ms)
@@ -178,6 +201,7 @@ class BoundedH2(H2Connection):
         # Calls whose handler still runs, although its stream may be gone.
         self.running = 0
         self._receiving = False
+        self.encoder = PlainEncoder()
         self.incoming_buffer = BoundedFrameBuffer(server=not client_side)
         # Our first SETTINGS: what a peer must keep to from its first frame, so it holds before it is acknowledged.
         values = {

@@ -15,7 +15,7 @@ from bettercompute.transport.calls import (
     ServerCall,
     ServerCertificate,
 )
-from bettercompute.transport.client import CallRefused, dial, parse_gateway_url, raise_for_status
+from bettercompute.transport.client import CallRefused, dial, parse_gateway_url, prepare, raise_for_status
 from bettercompute.transport.limits import DEFAULT_LIMITS, Limits
 from bettercompute.transport.server import (
     Server,
@@ -50,6 +50,7 @@ __all__ = [
     "by_path",
     "dial",
     "parse_gateway_url",
+    "prepare",
     "raise_for_status",
     "refusal_trailers",
     "refuse_unknown_method",

@@ -11,6 +11,7 @@ import uvloop
 from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.store import database as store
 from bettercompute.store.database import (
+    GATEWAY_LIMITS,
     Conflict,
     Database,
     DedicatedConnection,
@@ -19,6 +20,8 @@ from bettercompute.store.database import (
     StatementFailed,
     Transaction,
 )
+from bettercompute.store.sessions import HELLO_STATEMENTS
+from bettercompute.store.statements import statements
 from bettercompute.system import system_world
 from bettercompute.testing.postgres import freeze_clock, move_clock
 from bettercompute.testing.thread_connection import ThreadConnection
@@ -314,3 +317,17 @@ async def test_a_nowait_that_finds_a_lock_says_so(database):
         await holder.query("SELECT 1 FROM outbox_publisher FOR UPDATE")
         with pytest.raises(Locked):
             await database.query("SELECT 1 FROM outbox_publisher FOR UPDATE NOWAIT")
+
+
+async def test_connections_that_rehearse_have_planned_their_statements_and_written_nothing(dsn):
+    database = await open_database(dsn, pool_size=2, limits=GATEWAY_LIMITS, rehearsed=HELLO_STATEMENTS)
+    try:
+        # Both connections at once, so that each is seen.
+        async with database.transaction() as one, database.transaction() as other:
+            for connection in (one, other):
+                rows = await connection.query("SELECT statement, generic_plans FROM pg_prepared_statements")
+                planned = {row["statement"]: row["generic_plans"] for row in rows}
+                assert {statements()[name].sql: 1 for name in HELLO_STATEMENTS}.items() <= planned.items()
+                assert await connection.query("SELECT 1 FROM nodes") == []
+    finally:
+        await database.close()
