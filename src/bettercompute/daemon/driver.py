@@ -15,10 +15,11 @@ from typing import Protocol
 import structlog
 
 from bettercompute.daemon.group_commit import Journal
-from bettercompute.daemon.journal_records import AppendEvents, EventEntry, RenewJournal, Write
+from bettercompute.daemon.journal_records import AppendEvents, EventEntry, JournalDamagedError, RenewJournal, Write
 from bettercompute.errors import Unavailable
 from bettercompute.protocol import messages
 from bettercompute.protocol.limits import MAX_EVENT_BATCH_BYTES, MAX_EVENTS_PER_BATCH
+from bettercompute.protocol.statuses import Reason
 from bettercompute.session import clock, daemon_side, effects
 from bettercompute.session.authority import Authority
 from bettercompute.session.daemon_state import Advertised, DaemonSession
@@ -30,6 +31,7 @@ from bettercompute.session.inputs import (
     EventsSent,
     JournalRefused,
     JournalRenewed,
+    ServerFrameReceived,
 )
 from bettercompute.world import World
 
@@ -123,7 +125,14 @@ class Driver:
         return given
 
     async def _take(self, given: DaemonInput) -> None:
-        self.state, produced = daemon_side.step(self.state, given, self._world.clock.monotonic_ms())
+        try:
+            self.state, produced = daemon_side.step(self.state, given, self._world.clock.monotonic_ms())
+        except Exception as error:
+            if not isinstance(given, ServerFrameReceived):
+                raise
+            # A fault of ours that a gateway's frame has found: nothing of it happened, and it is worth a session.
+            log.exception("a frame could not be judged")
+            produced = (effects.EndSession(Reason.BUG, f"{type(error).__name__}: {error}"),)
         refused = await self._obey_all(produced)
         self.on_step(given)
         if refused is not None:
@@ -165,8 +174,20 @@ class Driver:
                     self._shell.send(frame)
             case effects.Warn(reason, message):
                 log.warning(message, reason=reason)
+            case effects.ApplyTrust() | effects.ApplyDesired():
+                await self._obey_relayed(effect)
             case _:
                 await self._shell.obey(effect)
+
+    async def _obey_relayed(self, effect: effects.ApplyTrust | effects.ApplyDesired) -> None:
+        """Take what a gateway relayed; a fault of ours in it, or a disk without room, is worth a session."""
+        try:
+            await self._shell.obey(effect)
+        except JournalDamagedError:
+            raise
+        except Exception as error:
+            log.exception("what was relayed could not be taken", effect=type(effect).__name__)
+            await self._shell.obey(effects.EndSession(Reason.BUG, f"{type(error).__name__}: {error}"))
 
     async def _send_events(self, asked: effects.SendEvents) -> None:
         limit_bytes = MAX_EVENT_BATCH_BYTES - MAX_EVENTS_PER_BATCH * _EVENT_FRAMING_BYTES

@@ -29,6 +29,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from bettercompute.errors import Refused
 from bettercompute.pki.identity import UNREADABLE, NodeIdentity
+from bettercompute.protocol.limits import MAX_TIME_MS
 from bettercompute.protocol.statuses import Reason, refuse
 
 DAY_MS = 24 * 60 * 60 * 1000
@@ -195,18 +196,17 @@ def verify_chain(
     use: Use,
     now_ms: int,
 ) -> x509.Certificate:
-    """Return the leaf of a chain (DER, leaf first) that leads to one of `roots` and is valid at `now_ms`, for `use`
-    only.
+    """Return the leaf of a chain (DER, leaf first) to one of `roots` that is valid at `now_ms`, for `use` and no other.
 
     The path is built by `cryptography`; what it leaves to policy is decided here: P-256 throughout, the exact extended
     key usage, no CA as a leaf. Refuses UNAUTHENTICATED and says which of it failed.
     """
     if not 1 <= len(chain_der) <= CHAIN_LENGTH_MAX:
         raise _bad_certificate(f"the chain has {len(chain_der)} certificates, the limit is 1 to {CHAIN_LENGTH_MAX}")
-    certificates = [load_certificate(der) for der in chain_der]
-    leaf, intermediates = certificates[0], certificates[1:]
-    known = {root.public_bytes(Encoding.DER) for root in roots}
-    if leaf.public_bytes(Encoding.DER) in known:
+    if not 0 <= now_ms <= MAX_TIME_MS:
+        raise _bad_certificate(f"{now_ms} ms is no time at which it could be valid")
+    leaf, *intermediates = map(load_certificate, chain_der)
+    if leaf in roots:
         raise _bad_certificate("the leaf is one of the roots itself")
     _check_leaf(leaf, use)
     if not roots:

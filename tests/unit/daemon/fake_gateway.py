@@ -16,7 +16,7 @@ from bettercompute.daemon.identity import IdentityStore, Issued, Machine, Purpos
 from bettercompute.pki import certificates, trust
 from bettercompute.pki.certificates import Authority
 from bettercompute.pki.identity import NodeIdentity
-from bettercompute.pki.trust import TrustContent
+from bettercompute.pki.trust import CommandRoot, TrustContent
 from bettercompute.protocol import messages, service
 from bettercompute.protocol.kinds import pack_payload
 from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER
@@ -51,6 +51,7 @@ def join(
     gateway_urls: tuple[str, ...] = ("https://gw-a:443", "https://gw-b:443"),
     serving_ca_pins: tuple[str, ...] = ("ab" * 32,),
     age_ms: int = 0,
+    command_roots: tuple[CommandRoot, ...] = (),
 ) -> None:
     """Put an identity into the state folder, as a Join would have `age_ms` ago."""
     now_ms = system_world().clock.now_ms() - age_ms
@@ -60,7 +61,7 @@ def join(
     request = store.pending(Purpose.JOIN, label="t")
     content = TrustContent(
         trust_domain="bc.local",
-        command_roots=(),
+        command_roots=command_roots,
         join_signing_keys=(keys.signing.public_key(),),
         join_encryption_keys=(keys.signing.public_key(),),
         serving_ca_pins=serving_ca_pins,
@@ -110,6 +111,10 @@ class FakeSession:
 
     def send(self, **frame: Message) -> None:
         self._call.send(messages.ServerFrame(**frame).SerializeToString())  # type: ignore[arg-type]
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send what need not be a frame."""
+        self._call.send(data)
 
     def welcome(self, **changes: object) -> None:
         """Say Welcome: 100 ms heartbeats, the usual credits, the host's own time."""
