@@ -57,6 +57,8 @@ class GatewayLink:
     ) -> None:
         self.connection: Connection | None = None
         self.url = ""
+        self.serial = ""
+        """The certificate that was dialed with last."""
         self.serving_ca_pem = serving_ca_pem
         self.on_serving_ca: Callable[[bytes], None] = lambda _: None
         self._world = world
@@ -92,6 +94,7 @@ class GatewayLink:
             return self.connection
         self._world.dice.reseed()
         identity = await self._identity()
+        self.serial = identity.record.certificate_serial
         settings = self._settings()
         self.url = self._next_url(settings.gateway_url or identity.record.gateway_urls)
         self.connection = await self._dial_pinned(identity, settings)

@@ -93,6 +93,13 @@ class Driver:
         """
         self.state = replace(self.state, advertised=advertised, authority=authority)
 
+    def confirm_time(self, server_time_ms: int) -> None:
+        """Anchor the clock: JoinService has told the time, for a join of this node."""
+        now_ms = self._world.clock.monotonic_ms()
+        self.state = replace(
+            self.state, clock=clock.joined(self.state.clock, server_time_ms=server_time_ms, now_ms=now_ms)
+        )
+
     async def feed(self, given: DaemonInput) -> None:
         """Queue an input from outside, waiting for room: a gateway that floods is held by its own flow control."""
         while self._inputs.qsize() >= QUEUED_INPUTS_MAX:

@@ -1,11 +1,22 @@
-"""How the end of a stream is told to people: its status, and who refused what, in words.
+"""What the end of a stream means for this node's identity, and how it is told to people: who refused what, in words.
 
 See docs/daemon.md, "When it is not connected".
 """
 
 from __future__ import annotations
 
-from bettercompute.protocol.statuses import Status
+from bettercompute.protocol.statuses import Reason, Status
+from bettercompute.transport.streams import DialKind
+
+# Endings after which the node comes back by the certificate that it has.
+EXPIRED = frozenset({Reason.CERTIFICATE_EXPIRED, DialKind.CERTIFICATE_EXPIRED})
+# Endings after which no waiting helps: this identity is of no use any more.
+IDENTITY_LOST = frozenset(
+    {
+        *(Reason.REVOKED, Reason.QUARANTINED, Reason.OLD_GENERATION),
+        *(Reason.SUPERSEDED_CERTIFICATE, Reason.NOT_JOINED),
+    }
+)
 
 
 def status_of(number: int | None) -> Status:

@@ -5,6 +5,7 @@ STATE_DIR/identity.d/SERIAL/           node.key  node.pem (leaf first)  trust-bu
 STATE_DIR/identity.d/current           a symlink to SERIAL, for people and tools
 STATE_DIR/identity.d/pending-join/     the key and the request of a Join that has not been answered yet
 STATE_DIR/identity.d/pending-renew/    likewise of a Renew
+STATE_DIR/identity.d/pending-rejoin/   likewise of a re-join by a certificate that has expired
 
 Renaming identity.json over is the one instant at which an identity changes: it names the folder, and everything that
 belongs together lies in that folder, so a crash leaves the whole old identity or the whole new one. A request and its
@@ -51,6 +52,7 @@ class Purpose(Enum):
 
     JOIN = "pending-join"
     RENEW = "pending-renew"
+    REJOIN = "pending-rejoin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,10 +171,23 @@ class IdentityStore:
             keyfiles.place_folder(self._disk, folder, files)
             return PendingRequest(key=key, csr_der=csr_der)
 
-    def install(self, purpose: Purpose, request: PendingRequest, issued: Issued, *, machine: Machine) -> Identity:
-        """Make the answer to a pending request the identity, durably, and drop the request."""
+    def install(
+        self,
+        purpose: Purpose,
+        request: PendingRequest,
+        issued: Issued,
+        *,
+        machine: Machine,
+        replacing: str | None = None,
+    ) -> Identity:
+        """Make the answer to a pending request the identity, durably, and drop the request.
+
+        `replacing` is the serial by which it was asked for; refused CONFLICT when another identity has come meanwhile.
+        """
         with self._lock:
             held = self._load_or_none()
+            if replacing is not None and (held is None or held.record.certificate_serial != replacing):
+                raise refuse(Reason.CONFLICT, "this node was given another identity meanwhile: that one is kept")
             identity = _identity(request.key, issued, held=held, machine=machine)
             self._place(identity, serving_ca_pem=issued.serving_ca_pem)
             keyfiles.remove_folder_with_files(self._disk, self._folder / purpose.value)

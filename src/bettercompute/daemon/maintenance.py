@@ -18,7 +18,8 @@ from bettercompute.daemon import machine
 from bettercompute.daemon.config import Config
 from bettercompute.daemon.identity import Identity, IdentityStore
 from bettercompute.daemon.inventory.host import HostRoot
-from bettercompute.daemon.join import Dial, JoinSettings, join
+from bettercompute.daemon.join import JoinSettings, join
+from bettercompute.daemon.join_attempt import Dial
 from bettercompute.daemon.journal import DATABASE_NAME, JournalDatabase
 from bettercompute.daemon.journal_files import FolderLock, companions, prepare_folder
 from bettercompute.daemon.journal_records import LIMITS, JournalContents, JournalDamagedError

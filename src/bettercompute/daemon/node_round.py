@@ -27,6 +27,7 @@ from bettercompute.daemon.executor import Executor, ExecutorParts
 from bettercompute.daemon.group_commit import Journal
 from bettercompute.daemon.handlers import REGISTRY, Handler
 from bettercompute.daemon.identity import Identity, IdentityStore
+from bettercompute.daemon.identity_life import IdentityLife, IdentityParts
 from bettercompute.daemon.inventory.capabilities import capabilities, drivers
 from bettercompute.daemon.inventory.facts import FactSettings
 from bettercompute.daemon.inventory.host import HostRoot
@@ -38,7 +39,6 @@ from bettercompute.daemon.node_spec import NodeSpec
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.daemon.process_groups import process_space
 from bettercompute.daemon.programs import end_left_running
-from bettercompute.daemon.renewal import Renewal, RenewalParts
 from bettercompute.daemon.shell import NodeShell, Outlook, ShellParts
 from bettercompute.daemon.status import DaemonStatus, StatusServer
 from bettercompute.delivery.commands import CommandState
@@ -47,15 +47,12 @@ from bettercompute.pki.identity import agent_role
 from bettercompute.protocol import messages
 from bettercompute.protocol.envelopes import command_update_input
 from bettercompute.protocol.kinds import CommandKind
-from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.versions import PROTOCOL_VERSION
-from bettercompute.session import clock as session_clock
 from bettercompute.session import daemon_side
 from bettercompute.session.authority import Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
 from bettercompute.session.effects import DaemonEffect
-from bettercompute.session.inputs import InventoryCollected, RelayRefused
-from bettercompute.session.refusals import Relayed
+from bettercompute.session.inputs import InventoryCollected
 from bettercompute.world import World
 
 log = structlog.get_logger("bcd")
@@ -96,7 +93,17 @@ class NodeRound:
     """A node between the opening of its journal and its closing."""
 
     def __init__(self, parts: NodeParts, *, journal: Journal, identity: Identity, boot_id: str) -> None:
-        self.identity = identity
+        self.life = IdentityLife(
+            identity,
+            IdentityParts(
+                world=parts.world,
+                identities=parts.identities,
+                root=parts.root,
+                boot_id=boot_id,
+                settings=self._dial_settings,
+                dial=parts.dial,
+            ),
+        )
         self._parts = parts
         self._journal = journal
         self._boot_id = boot_id
@@ -116,7 +123,7 @@ class NodeRound:
         self.desired = self.spec.desired
         self.link = GatewayLink(
             world=parts.world,
-            identity=self.load_identity,
+            identity=self.life.load,
             settings=self._dial_settings,
             serving_ca_pem=documents.get(SERVING_CA_DOCUMENT),
             dial=parts.dial,
@@ -187,7 +194,7 @@ class NodeRound:
             asyncio.create_task(self.spec.report_regularly(reporter.report_soon), name="status"),
             asyncio.create_task(self.desired.run(), name="desired state"),
             asyncio.create_task(reporter.watch_pressure(), name="pressure"),
-            asyncio.create_task(self._renewal().run(), name="renewal"),
+            asyncio.create_task(self.life.keep(driver=self.driver, shell=self.shell, link=self.link), name="identity"),
         ]
 
     async def failed(self) -> None:
@@ -210,17 +217,9 @@ class NodeRound:
         """Wait no longer for the next dial: an operator asked, or the way to the gateways changed."""
         self.shell.dial_now()
 
-    async def load_identity(self) -> Identity:
-        """Return the identity as it is on disk now; a renewal may have replaced it."""
-        identity = await asyncio.to_thread(self._parts.identities.load)
-        if identity is None:
-            raise refuse(Reason.NOT_JOINED, "the identity is gone from the state folder: join this node anew")
-        self.identity = identity
-        return identity
-
     def status(self) -> DaemonStatus:
         """Return how the node is, for `bcd status`."""
-        outlook, state, record = self.shell.outlook, self.driver.state, self.identity.record
+        outlook, state, record = self.shell.outlook, self.driver.state, self.life.present.record
         clock = self._parts.world.clock
         wait_ms = 0 if outlook.next_dial_at_ms is None else max(0, outlook.next_dial_at_ms - clock.monotonic_ms())
         connected = outlook.state == "connected"
@@ -238,7 +237,7 @@ class NodeRound:
             epoch=state.epoch,
             since_ms=outlook.since_ms,
             next_dial_in_ms=wait_ms,
-            certificate_not_after_ms=self.identity.not_after_ms,
+            certificate_not_after_ms=self.life.present.not_after_ms,
             applied_generation=self.desired.applied_generation,
             running_commands=self.executor.running_ids,
             unacked_results=sum(1 for entry in state.entries.values() if entry.done),
@@ -257,7 +256,7 @@ class NodeRound:
         return self._parts.config.value.state_dir
 
     def _session(self) -> tuple[DaemonSession, tuple[DaemonEffect, ...]]:
-        record, contents = self.identity.record, self._journal.contents
+        record, contents = self.life.present.record, self._journal.contents
         facts = DaemonFacts(
             node_id=record.node_id,
             role=agent_role(record.role),
@@ -294,7 +293,7 @@ class NodeRound:
         )
 
     def _authority(self) -> Authority:
-        return Authority.of(self.identity.trust.content, self.identity.record.approvers)
+        return Authority.of(self.life.present.trust.content, self.life.present.record.approvers)
 
     def _advertised(self) -> Advertised:
         sections, spec = self.inventory.sections, self.desired.held
@@ -305,7 +304,7 @@ class NodeRound:
             observed_generation=spec.observed_generation,
             applied_generation=spec.applied_generation,
             spec_sha256=spec.spec_sha256,
-            trust_version=self.identity.trust.version,
+            trust_version=self.life.present.trust.version,
         )
 
     def _dial_settings(self) -> DialSettings:
@@ -336,41 +335,13 @@ class NodeRound:
 
     # What happens while it lives.
 
-    def _renewal(self) -> Renewal:
-        parts = self._parts
-        return Renewal(
-            RenewalParts(
-                world=parts.world,
-                link=self.link,
-                identities=parts.identities,
-                machine=machine.read_machine(parts.root()),
-                load_identity=self.load_identity,
-                server_time_ms=self._proof_time_ms,
-                renewed=self._renewed,
-                refused=lambda reason: self.driver.give(RelayRefused(Relayed.IDENTITY, reason)),
-            )
-        )
-
-    def _proof_time_ms(self, refusal_server_time_ms: int | None) -> int:
-        return session_clock.proof_time(
-            self.driver.state.clock,
-            refusal_server_time_ms=refusal_server_time_ms,
-            now_ms=self._parts.world.clock.monotonic_ms(),
-        )
-
-    def _renewed(self, identity: Identity) -> None:
-        self.identity = identity
-        self.driver.record_event("certificate.renewed", json.dumps({"serial": identity.record.certificate_serial}))
-        self.link.close()
-        self.shell.redial("renewed", "the certificate was renewed: dialing under the new one")
-
     def _sign(
         self, kind: CommandKind, command_id: str, state: CommandState, result: bytes
     ) -> messages.Signature | None:
         if not kind.attested:
             return None
         covered = command_update_input(command_id=command_id, state=state, result=result)
-        return signatures.sign(self.identity.key, covered)
+        return signatures.sign(self.life.present.key, covered)
 
     def _load(self) -> messages.NodeLoad:
         state = self.driver.state

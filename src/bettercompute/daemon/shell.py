@@ -17,7 +17,7 @@ from bettercompute.daemon.conditions import Conditions
 from bettercompute.daemon.desired import DesiredState
 from bettercompute.daemon.dial import GatewayLink, Stream
 from bettercompute.daemon.driver import Driver
-from bettercompute.daemon.endings import refusal_text, status_of
+from bettercompute.daemon.endings import EXPIRED, IDENTITY_LOST, refusal_text, status_of
 from bettercompute.daemon.executor import Executor
 from bettercompute.daemon.identity import IdentityStore
 from bettercompute.daemon.inventory_held import HeldInventory
@@ -43,7 +43,7 @@ from bettercompute.session.inputs import (
     TrustHeld,
 )
 from bettercompute.session.refusals import Relayed
-from bettercompute.transport.streams import CallEnded, DialKind
+from bettercompute.transport.streams import CallEnded
 from bettercompute.world import World
 
 log = structlog.get_logger("bcd.session")
@@ -51,14 +51,6 @@ log = structlog.get_logger("bcd.session")
 TRUST_REFUSED = "TrustBundleRefused"
 APPROVERS_KEPT = "ApproverSetRefused"
 NEEDS_REJOIN = "NeedsRejoin"
-
-# Endings after which no waiting helps: this identity is of no use any more.
-_IDENTITY_LOST = frozenset(
-    {
-        *(Reason.REVOKED, Reason.QUARANTINED, Reason.CERTIFICATE_EXPIRED, Reason.OLD_GENERATION),
-        *(Reason.SUPERSEDED_CERTIFICATE, Reason.NOT_JOINED, DialKind.CERTIFICATE_EXPIRED),
-    }
-)
 
 # How long the gateway may take to see the end of a stream that closes in order.
 CLOSE_TIMEOUT_S = 2.0
@@ -101,6 +93,7 @@ class NodeShell:
         self.executor: Executor
         self.outlook = Outlook(since_ms=parts.world.clock.now_ms())
         self.on_outlook: Callable[[Outlook], None] = lambda _: None
+        self.on_expired: Callable[[], None] = lambda: None
         self._parts = parts
         self._stream: Stream | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -183,6 +176,14 @@ class NodeShell:
         """End the stream, if there is one, so that the next one is dialed under what has changed."""
         if self._stream is not None:
             self._ended(self._stream, reason=reason, message=message)
+
+    def needs_rejoin(self, reason: str, message: str) -> None:
+        """Say in the log and in the status that only a new token helps."""
+        cure = "re-join this machine with a new token: `bcd rejoin`"
+        if reason != self._rejoin_told:  # not at each dial: this goes on until somebody comes
+            log.error("NEEDS_REJOIN", why=message, cure=cure, reason=reason)
+        self._rejoin_told = reason
+        self._parts.conditions.set(NEEDS_REJOIN, holds=True, reason=reason, message=f"{message}; {cure}")
 
     async def close(self) -> None:
         """End the stream in order, so that the gateway sees a farewell and not a loss."""
@@ -297,12 +298,10 @@ class NodeShell:
         self, *, status: Status | None = None, reason: str = "", pushback_ms: int | None = None, message: str = ""
     ) -> None:
         self._look(state="waiting", reason=message or "the gateway ended the session", code=reason)
-        if reason in _IDENTITY_LOST:
-            cure = "re-join this machine with a new token: `bcd rejoin`"
-            if reason != self._rejoin_told:  # not at each dial: this goes on until somebody comes
-                log.error("NEEDS_REJOIN", why=message, cure=cure, reason=reason)
-            self._rejoin_told = reason
-            self._parts.conditions.set(NEEDS_REJOIN, holds=True, reason=reason, message=f"{message}; {cure}")
+        if reason in EXPIRED:
+            self.on_expired()
+        elif reason in IDENTITY_LOST:
+            self.needs_rejoin(reason, message)
         self.driver.give(
             StreamEnded(
                 drawn=min(self._parts.world.dice.uniform(0, 1), 1 - 1e-9),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,6 +180,11 @@ class FakeSession:
                 pass
 
 
+def refuse_join(call: ServerCall, _: messages.JoinRequest) -> None:
+    """Answer a Join as JoinService does when only a person can help."""
+    call.finish(16, "of an older identity: join anew with a new token", {REASON_TRAILER: "old-generation"})
+
+
 class FakeGateway:
     """Takes streams; `session` gives them out one after the other."""
 
@@ -188,6 +193,8 @@ class FakeGateway:
         self.targets: list[DialTarget] = []
         self.connections: list[MemoryConnection] = []
         self.fail: Exception | None = None
+        self.joins: list[messages.JoinRequest] = []
+        self.join: Callable[[ServerCall, messages.JoinRequest], object] = refuse_join
         self._sessions: asyncio.Queue[FakeSession] = asyncio.Queue()
 
     async def dial(self, target: DialTarget) -> MemoryConnection:
@@ -203,10 +210,14 @@ class FakeGateway:
         return await asyncio.wait_for(self._sessions.get(), TIMEOUT_S)
 
     async def handle(self, call: ServerCall) -> None:
-        """Serve one Session stream."""
-        assert call.path == service.SESSION
+        """Serve one Session stream, or answer a Join as `join` says."""
         first = await call.receive()
         assert first is not None
+        if call.path == service.JOIN:
+            self.joins.append(messages.JoinRequest.FromString(first))
+            self.join(call, self.joins[-1])
+            return
+        assert call.path == service.SESSION
         frame = messages.AgentFrame.FromString(first)
         session = FakeSession(call, frame.hello)
         self._sessions.put_nowait(session)

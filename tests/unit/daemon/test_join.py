@@ -270,13 +270,28 @@ async def test_a_deferral_is_waited_out_with_the_same_request(store, slept):
     assert len({request.csr for request in plane.requests}) == 1
 
 
-async def test_a_challenge_is_not_understood(store, slept):
+async def test_a_deferral_at_once_is_no_busy_loop(store, slept):
+    plane = ControlPlane(change=lambda body: body.deferral.SetInParent())
+    with pytest.raises(Unavailable, match="the join is deferred"):
+        await joined(store, plane, give_up_after_ms=500)
+    assert len(plane.requests) == 1
+
+
+async def test_a_challenge_of_a_token_is_not_understood(store, slept):
     def challenge(body: messages.JoinResponseBody) -> None:
         body.deferral.challenge = b"?"
 
     with pytest.raises(Refused, match="upgrade bcd") as caught:
         await joined(store, ControlPlane(change=challenge))
     assert caught.value.reason == Reason.ATTESTATION
+
+
+async def test_a_challenge_is_of_a_bounded_size(store, slept):
+    def challenge(body: messages.JoinResponseBody) -> None:
+        body.deferral.challenge = bytes(1025)
+
+    with pytest.raises(Refused, match="its challenge has 1025 bytes, and 1024 are the limit"):
+        await joined(store, ControlPlane(change=challenge))
 
 
 def other_leaf(body: messages.JoinResponseBody) -> None:

@@ -14,7 +14,7 @@ from bettercompute.daemon import renewal as renewal_module
 from bettercompute.daemon.dial import DialSettings, GatewayLink
 from bettercompute.daemon.identity import Identity, IdentityStore, Machine
 from bettercompute.daemon.renewal import Renewal, RenewalParts
-from bettercompute.errors import BetterComputeError, Unavailable
+from bettercompute.errors import BetterComputeError, Refused, Unavailable
 from bettercompute.pki import certificates, signatures
 from bettercompute.pki.identity import identity_of
 from bettercompute.protocol import messages, service
@@ -106,6 +106,10 @@ class Bench:
     server_time_ms: int
     told: list[int | None] = field(default_factory=list)
     renewed: asyncio.Queue[Identity] = field(default_factory=asyncio.Queue)
+    rejoins: list[str] = field(default_factory=list)
+    """The certificates by which the node wanted to come back."""
+    rejoin_outcomes: list[BetterComputeError | None] = field(default_factory=list)
+    needs_rejoin: list[tuple[str, str]] = field(default_factory=list)
 
     def identity(self) -> Identity:
         found = self.identities.load()
@@ -135,6 +139,16 @@ def bench(tmp_path: Path) -> Bench:
     def renewed(identity: Identity) -> None:
         made.renewed.put_nowait(identity)
 
+    async def rejoin(identity: Identity) -> Identity:
+        made.rejoins.append(identity.record.certificate_serial)
+        outcome = made.rejoin_outcomes.pop(0) if made.rejoin_outcomes else None
+        if outcome is not None:
+            raise outcome
+        return await made.renewal.renew(identity)
+
+    def needs_rejoin(reason: str, message: str) -> None:
+        made.needs_rejoin.append((reason, message))
+
     parts = RenewalParts(
         world=replace(system_world(), clock=BenchClock(lambda: made.server_time_ms)),
         link=GatewayLink(world=system_world(), identity=load, settings=DialSettings, dial=dial),
@@ -143,6 +157,8 @@ def bench(tmp_path: Path) -> Bench:
         load_identity=load,
         server_time_ms=server_time_ms,
         renewed=renewed,
+        rejoin=rejoin,
+        needs_rejoin=needs_rejoin,
     )
     made = Bench(services, identities, Renewal(parts), system_world().clock.now_ms())
     services.trust = made.identity().trust.signed
@@ -212,3 +228,121 @@ async def test_it_waits_for_two_thirds_of_the_life_and_retries_as_told(
     first, second = [told for told in bench.told if told is not None]
     assert first == 5 + 1234, "a refusal's server time dates the next proof, by when it is made"
     assert second == 6000 + int(waits[-1] * 1000)
+
+
+@pytest.fixture
+def passing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Waiting takes no time here, moves the server's, and is written down."""
+    waits: list[float] = []
+    real_sleep = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        bench.server_time_ms += int(seconds * 1000)
+        await real_sleep(0)
+
+    monkeypatch.setattr("bettercompute.daemon.renewal.asyncio.sleep", sleep)
+    return waits
+
+
+async def kept(bench: Bench, times: int = 1) -> list[Identity]:
+    """Let it keep the identity until it has replaced it."""
+    task = asyncio.create_task(bench.renewal.run())
+    try:
+        return [await asyncio.wait_for(bench.renewed.get(), 30) for _ in range(times)]
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_expired_certificate_is_not_renewed_but_come_back_by(bench: Bench, passing: list[float]) -> None:
+    bench.server_time_ms += 25 * HOUR_MS
+    before = bench.identity().record.certificate_serial
+    await kept(bench)
+    assert bench.rejoins[0] == before
+    assert passing == []
+
+
+async def test_what_a_gateway_says_of_the_expiry_ends_the_wait(bench: Bench) -> None:
+    serial = bench.identity().record.certificate_serial
+    bench.renewal.expired("another")
+    keeping = asyncio.create_task(kept(bench))
+    await asyncio.sleep(0)
+    bench.renewal.expired(serial)
+    await keeping
+    assert bench.rejoins == [serial]
+
+
+async def test_a_renewal_that_is_refused_for_its_age_becomes_a_re_join(bench: Bench, passing: list[float]) -> None:
+    bench.server_time_ms += 23 * HOUR_MS
+    bench.services.refuse.append((16, "it has expired", {"x-bc-reason": "certificate-expired"}))
+    await kept(bench)
+    assert len(bench.rejoins) == 1
+    assert passing == [0]
+
+
+def told(status: int, reason: str) -> CallRefused:
+    return CallRefused(status=status, message="as told", trailers={"x-bc-reason": reason})
+
+
+async def test_only_the_services_word_calls_for_a_person_and_it_is_asked_again(
+    bench: Bench, passing: list[float]
+) -> None:
+    bench.server_time_ms += 25 * HOUR_MS
+    bench.rejoin_outcomes = [
+        Unavailable("no gateway"),
+        told(16, "bad-proof"),
+        Refused("by another key", status=16, reason="bad-proof"),
+        told(13, "bug"),
+        told(16, "old-generation"),
+    ]
+    await kept(bench)
+    assert bench.needs_rejoin == [("old-generation", "as told")]
+    assert len(set(bench.rejoins[:6])) == 1
+    assert all(60 <= wait_s <= 300 for wait_s in passing[:4])
+    assert 600 <= passing[4] <= 1200
+
+
+async def test_one_that_is_still_good_by_whom_issued_it_is_renewed(bench: Bench, passing: list[float]) -> None:
+    serial = bench.identity().record.certificate_serial
+    bench.renewal.expired(serial)
+    bench.rejoin_outcomes = [told(9, "conflict")]
+    await kept(bench)
+    assert bench.rejoins == [serial], "a gateway lied, and is not believed twice"
+    assert bench.needs_rejoin == []
+
+
+async def test_an_identity_that_an_operator_replaced_is_kept_from_then_on(bench: Bench) -> None:
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def handle(call: ServerCall) -> None:
+        if not entered.is_set():
+            entered.set()
+            await go.wait()
+        await bench.services.handle(call)
+
+    server = MemoryServer(handle, world=system_world())
+
+    async def dial(_):
+        return server.connect()
+
+    bench.renewal._parts.link._dial = dial
+    bench.server_time_ms += 23 * HOUR_MS
+    keeping = asyncio.create_task(kept(bench))
+    await entered.wait()
+    asked_by = bench.identity().record.certificate_serial
+    replacement = await bench.renewal.renew(bench.identity())
+    bench.renewal.replaced()
+    go.set()
+    [renewed] = await keeping
+    assert replacement.record.certificate_serial not in {asked_by, renewed.record.certificate_serial}
+    presented = [certificates.load_certificate(request.certificate_chain[0]) for request in bench.services.requests]
+    assert certificates.serial_text(presented[-1]) == replacement.record.certificate_serial
+
+
+async def test_an_answer_that_came_too_late_does_not_undo_another_identity(bench: Bench) -> None:
+    before = bench.identity()
+    await bench.renewal.renew(before)
+    with pytest.raises(Refused, match="was given another identity meanwhile") as caught:
+        await bench.renewal.renew(before)
+    assert caught.value.reason == "conflict"
