@@ -92,15 +92,18 @@ class IdentityLife:
 
     def replaced(self, identity: Identity) -> None:
         """Go on under another identity of the same node, which an operator's token brought."""
+        self._rejoined_serial = identity.record.certificate_serial
         self._renewal.replaced()
         self._renewed(identity)
 
+    async def _rejoin(self, identity: Identity, parts: RejoinParts) -> Identity:
+        rejoined = await rejoin(identity, parts)
+        self._rejoined_serial = rejoined.record.certificate_serial
+        return rejoined
+
     def _renewed(self, identity: Identity) -> None:
-        record, rejoined = (
-            identity.record,
-            self.present.record.identity_generation != identity.record.identity_generation,
-        )
-        self.present = identity
+        self.present, record = identity, identity.record
+        rejoined = record.certificate_serial == self._rejoined_serial
         if rejoined:
             # JoinService's time, signed for this very request: it confirms the clock as a first join does.
             self._driver.confirm_time(record.server_time_mark_ms)
