@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -225,6 +226,9 @@ async def open_plane(folder: Path) -> AsyncIterator[Plane]:
         finally:
             for gateway in plane.gateways:
                 await gateway.stop()
+            for child in multiprocessing.active_children():
+                if child is not api.process:
+                    child.kill()
 
 
 def hurry(nodes: Sequence[Node]) -> None:

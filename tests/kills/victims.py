@@ -6,6 +6,7 @@ product knows of this: the points are set in the forked process alone.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -32,6 +33,7 @@ from tests.unit.daemon.inventory.recorded_nvml import RecordedGpu
 from tests.unit.daemon.test_gpu_handlers import Diagnosed
 
 IMPORTED = (agent, maintenance, node_round, app, postgres)
+PR_SET_PDEATHSIG = 1
 PROMISED = "promised.jsonl"
 PROCESS_ID = "pid"
 PASSED = "passed"
@@ -223,6 +225,8 @@ def _children(parent: int) -> list[int]:
 
 
 def _log_to(path: Path) -> None:
+    # Nothing that was forked outlives the tests, however those end.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
