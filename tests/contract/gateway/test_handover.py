@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.gateway.gateway import Gateway
+from bettercompute.gateway.handover import Handover
 from bettercompute.protocol.statuses import Status
 from bettercompute.store import leases
 from bettercompute.testing.fake_daemon import FakeDaemon
@@ -114,6 +116,31 @@ async def test_everybody_leaves_a_draining_gateway_with_their_work(rig):
     await assert_orderly(rig)
 
 
+class Looks:
+    """How often each gateway has looked whether it holds more than its share."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Handover] = Counter()
+
+    async def six_more(self, rig: Rig, gateways: Sequence[Gateway]) -> None:
+        """Wait for as many looks of each of these."""
+        handovers = [gateway.life.handover for gateway in gateways if gateway.life is not None]
+        enough = {handover: self.counts[handover] + 6 for handover in handovers}
+        await rig.until(lambda: all(self.counts[handover] >= count for handover, count in enough.items()))
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    seen, decide = Looks(), Handover._decide
+
+    def counted(handover: Handover) -> int:
+        seen.counts[handover] += 1
+        return decide(handover)
+
+    monkeypatch.setattr(Handover, "_decide", counted)
+    return seen
+
+
 class TestRebalance:
     """Two gateways that look often."""
 
@@ -131,7 +158,7 @@ class TestRebalance:
                 await gateway.neighbours.read()
             await asyncio.sleep(0.02)
 
-    async def test_an_overloaded_gateway_gives_until_both_hold_about_the_same(self, rig):
+    async def test_an_overloaded_gateway_gives_until_both_hold_about_the_same(self, rig, looks):
         other, other_server = await rig.start_another(GatewayConfig(name="other", rebalance_every_ms=250))
         async with fleet(rig, 40, [rig.server, other_server]) as daemons:
             fresh = asyncio.create_task(self.keep_counts_fresh([rig.gateway, other]))
@@ -139,7 +166,7 @@ class TestRebalance:
             await rig.until(lambda: not rig.gateway.life.handover.giving)
             await rig.until(lambda: rig.gateway.session_count + other.session_count == 40)
             settled = [daemon.received["drain"] for daemon in daemons]
-            await asyncio.sleep(1.5)  # six looks
+            await looks.six_more(rig, [rig.gateway, other])
             fresh.cancel()
             await asyncio.gather(fresh, return_exceptions=True)
             assert [daemon.received["drain"] for daemon in daemons] == settled, "balanced, and left alone"
@@ -149,12 +176,12 @@ class TestRebalance:
         assert sorted(row["session_epoch"] for row in rows) == sorted(1 + drains for drains in settled)
         await assert_orderly(rig)
 
-    async def test_a_draining_gateway_is_given_nothing(self, rig):
+    async def test_a_draining_gateway_is_given_nothing(self, rig, looks):
         other, other_server = await rig.start_another()
         await rig.drain(other)
         async with fleet(rig, 10, [rig.server, other_server]) as daemons:
             fresh = asyncio.create_task(self.keep_counts_fresh([rig.gateway, other]))
-            await asyncio.sleep(1.5)  # six looks
+            await looks.six_more(rig, [rig.gateway])
             fresh.cancel()
             await asyncio.gather(fresh, return_exceptions=True)
             assert all(daemon.received["drain"] == 0 for daemon in daemons)
