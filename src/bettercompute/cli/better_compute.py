@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import bettercompute
-from bettercompute.cli import commands, database, events, gateways, nodes, pki, running, sim, spec, tokens
+from bettercompute.cli import approving, commands, database, events, gateways, nodes, pki, running, sim, spec, tokens
 from bettercompute.cli.dev import dev
 from bettercompute.cli.doctor import doctor
 from bettercompute.cli.serve import serve
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command("run")(running.run)
 app.command("events")(events.events)
+app.command("approve")(approving.approve)
 app.add_typer(nodes.app, name="nodes")
 app.add_typer(commands.app, name="commands")
 app.add_typer(spec.app, name="spec")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from bettercompute.cli import output
+from bettercompute.cli import approvers, output, rotation
+from bettercompute.cli.key_folder import ConfigFile, KeyDir, key_folder
 from bettercompute.cli.options import Json
-
-if TYPE_CHECKING:
-    from bettercompute.pki.keyfiles import KeyFolder
 
 app = typer.Typer(no_args_is_help=True, help="The control plane's keys and the gateways' certificates.")
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="The control plane's configuration file.")]
-KeyDir = Annotated[Path | None, typer.Option("--dir", help="The key folder. Default: the configuration's.")]
+app.command("rotate-command-root")(rotation.rotate_command_root)
+app.command("rotate-join-keys")(rotation.rotate_join_keys)
+app.command("rotate-serving-ca")(rotation.rotate_serving_ca)
+app.command("rotate-node-ca")(rotation.rotate_node_ca)
+app.command("trust-version")(rotation.trust_version)
+app.add_typer(approvers.app, name="approvers")
 
 
 @app.command()
@@ -25,7 +27,7 @@ def init(config: ConfigFile = None, folder: KeyDir = None, json: Json = False) -
     from bettercompute.services import pki_setup
     from bettercompute.system import system_world
 
-    keys = output.run(lambda: _folder(config, folder))
+    keys = output.run(lambda: key_folder(config, folder))
     names = output.run(lambda: pki_setup.initialise(keys, world=system_world()))
     if json:
         output.print_json({"dir": str(keys.folder), "keys": list(names)})
@@ -51,7 +53,7 @@ def issue_gateway(
     from bettercompute.services import pki_setup
     from bettercompute.system import system_world
 
-    keys = output.run(lambda: _folder(config, folder))
+    keys = output.run(lambda: key_folder(config, folder))
     bundle = None if out is None else KeyFolder(out.absolute())
     leaf = output.run(lambda: pki_setup.issue_gateway(keys, names=san, world=system_world(), out=bundle))
     facts = {
@@ -66,10 +68,3 @@ def issue_gateway(
         output.print_facts({**facts, "names": ", ".join(san)})
     if bundle is not None:
         output.note(f"copy {bundle.folder} to the gateway's host as its key folder ([pki] dir)")
-
-
-def _folder(config: Path | None, folder: Path | None) -> KeyFolder:
-    from bettercompute.pki.keyfiles import KeyFolder
-    from bettercompute.server.config import load
-
-    return KeyFolder(folder or load(config).pki_path)

@@ -88,6 +88,10 @@ def run(
         str | None,
         typer.Option(metavar="N|P%", help="Ask no further nodes when more have failed. Needs --max-concurrency."),
     ] = None,
+    unbatched: Annotated[
+        bool,
+        typer.Option("--unbatched", help="Destructive: use the few an hour that pass without the approvers' word."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say which nodes would be asked, and ask none.")] = False,
     detach: Annotated[bool, typer.Option(help="Print the ids and do not wait.")] = False,
     api: Api = None,
@@ -108,6 +112,8 @@ def run(
     body: dict[str, Any] = {"kind": kind, "payload": _payload(payload), "not_after_ms": parse_duration_ms(not_after)}
     if timeout is not None:
         body["timeout_ms"] = parse_duration_ms(timeout)
+    if unbatched:
+        body["unbatched"] = True
     body |= {"all": True} if all_nodes else {"nodes": node} if node else {"selector": selector}
     client = output.run(lambda: ApiClient.from_environment(api))
     if dry_run:
@@ -116,7 +122,14 @@ def run(
     rolling: Rolling | None = None
     nodes: list[str] = []
     if max_concurrency is not None:
-        nodes = [item["node_id"] for item in output.run(lambda: client.post("/v1/commands/preview", body))["nodes"]]
+        preview = output.run(lambda: client.post("/v1/commands/preview", body))
+        if preview["approvals_required"]:
+            output.fail(
+                f"APPROVAL_REQUIRED: {preview['approvals_required']} approvers must sign a run of {kind}, and "
+                "they sign it as a whole: run it without --max-concurrency",
+                code=output.EXIT_USAGE,
+            )
+        nodes = [item["node_id"] for item in preview["nodes"]]
         rolling = Rolling(
             at_once=max(1, share_of(max_concurrency, len(nodes), option="--max-concurrency")),
             failures_max=share_of(max_failures or "0", len(nodes), option="--max-failures"),
@@ -139,6 +152,8 @@ def _run_and_tell(
     if rolling is None:
         made = output.run(lambda: client.post("/v1/commands", body))
         state.add(made)
+        if made["approvals_required"]:
+            output.note(_approval_sentence(made, not_after=not_after))
         if made["without_session"]:
             output.note(_waiting_sentence(made["without_session"], not_after=not_after, batch_id=made["batch_id"]))
         if detach:
@@ -259,6 +274,14 @@ def _waiting_sentence(node_ids: list[str], *, not_after: str, batch_id: str) -> 
     )
 
 
+def _approval_sentence(made: dict[str, Any], *, not_after: str) -> str:
+    """Return what somebody must know whose run waits for other people."""
+    return (
+        f"APPROVAL_REQUIRED: {made['kind']} is destructive, and {made['approvals_required']} approvers must sign the "
+        f"batch before any of it is sent, within {not_after}: better-compute approve {made['batch_id']}"
+    )
+
+
 def _payload(text: str) -> dict[str, Any]:
     try:
         if text.startswith("@"):
@@ -285,7 +308,8 @@ def _print_preview(preview: dict[str, Any], *, json: bool) -> None:
     output.print_table(
         ("node", "state"), [(node["node_id"], node["state"]) for node in preview["nodes"]], empty="no nodes"
     )
-    output.note(f"{preview['kind']} would be asked of {len(preview['nodes'])} nodes; none was asked")
+    approvals = f"; {preview['approvals_required']} approvers would have to sign" * bool(preview["approvals_required"])
+    output.note(f"{preview['kind']} would be asked of {len(preview['nodes'])} nodes; none was asked{approvals}")
 
 
 def _print_made(made: dict[str, Any], *, json: bool) -> None:

@@ -5,7 +5,7 @@ applied, and takes what it has read already for nothing new, so the spec as it s
 docs/desired-state.md, "After a restored database"; decisions 0106.
 
 While a command root is being replaced, specs that are signed under it are published anew, signed under the next one:
-once it is retired, nobody could read them any more. See docs/security.md, "Rotating keys"; decisions 0130.
+once it is retired, nobody could read them any more. See docs/rotation.md, "The life of a key"; decisions 0130.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ class Wait(StrEnum):
 
     NOTHING = "ended"
     EXPIRY = "expired"
+    APPROVALS = "approvals"
     NOT_BEFORE = "not-before"
     BUSY = "busy-back-off"
     NODE_REVOKED = "node-revoked"
@@ -46,6 +47,16 @@ class Holder:
     command_id: str
     kind: str
     state: CommandState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Approvals:
+    """How the batch of a destructive command stands with its approvers."""
+
+    batch_id: str
+    approved_by: tuple[str, ...]
+    """Names, or key ids."""
+    required: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +94,8 @@ class WaitingFacts:
     holders: tuple[Holder, ...]
     ahead: int
     """Pending commands of the same lane with an earlier place."""
+    approval: Approvals | None = None
+    """None: nobody has to approve it, or enough have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +139,18 @@ def _expired(facts: WaitingFacts) -> str | None:
 
 def _not_before(facts: WaitingFacts) -> str | None:
     left_ms = (facts.not_before_ms or 0) - facts.now_ms
-    return f"it is not to be sent before {left_ms} ms from now" if left_ms > 0 and not facts.busy_count else None
+    if left_ms <= 0 or facts.busy_count or facts.approval is not None:
+        return None
+    return f"it is not to be sent before {left_ms} ms from now"
+
+
+def _approvals(facts: WaitingFacts) -> str | None:
+    held = facts.approval
+    if held is None:
+        return None
+    by = f", by {', '.join(held.approved_by)}" if held.approved_by else ""
+    given = f"{len(held.approved_by)} of {held.required}{by}"
+    return f"waiting for approvals ({given}): better-compute approve {held.batch_id}"
 
 
 def _busy(facts: WaitingFacts) -> str | None:
@@ -233,6 +257,7 @@ _OF_SESSION: tuple[tuple[Wait, Rule], ...] = (
 )
 _PENDING: tuple[tuple[Wait, Rule], ...] = (
     (Wait.EXPIRY, _expired),
+    (Wait.APPROVALS, _approvals),
     (Wait.NODE_REVOKED, _node_revoked),
     (Wait.NODE_LOCKED, _node_locked),
     (Wait.NO_SESSION, _no_session),

@@ -260,6 +260,7 @@ class Acceptor:
             trust=self._trust.bundle if plan.send_trust else None,
             server_time_ms=self._server_time.now_ms(),
             now_ms=self._world.clock.monotonic_ms(),
+            trust_version=self._trust.version,
         )
         parts = SessionParts(call=call, fence=life.fence, opening=opened_under, world=self._world, surroundings=life)
         session = LiveSession(state, parts)

@@ -27,6 +27,7 @@ from bettercompute.gateway.revocation import RevocationFeed
 from bettercompute.gateway.server_time import ServerTime
 from bettercompute.gateway.services import GatewayServices
 from bettercompute.gateway.trust import PublishedTrust
+from bettercompute.gateway.trust_refresh import TrustRefresh
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels, sessions
 from bettercompute.store.database import Database
@@ -78,6 +79,13 @@ class Gateway:
         self.server_time = ServerTime(world.clock)
         self.revocations = RevocationFeed(database, server_time=self.server_time, world=world)
         self.trust = PublishedTrust(services)
+        self.trust_refresh = TrustRefresh(
+            self.trust,
+            sessions=lambda: () if self._life is None else self._life.registry,
+            config=config,
+            world=world,
+            metrics=self.metrics,
+        )
         self.neighbours = Neighbours(database)
         self._database = database
         self._world = world
@@ -169,6 +177,7 @@ class Gateway:
             ("lives", self._live),
             ("revocations", self.revocations.run),
             ("trust", self.trust.run),
+            ("trust-refresh", self.trust_refresh.run),
             ("notifications", listener.run),
             ("neighbours", self.neighbours.run),
             ("time", self._watch_time),

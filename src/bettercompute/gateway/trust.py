@@ -23,6 +23,8 @@ class PublishedTrust:
     def __init__(self, services: GatewayServices) -> None:
         self._services = services
         self._woken = asyncio.Event()
+        self.renewed = asyncio.Event()
+        """Set when a newer bundle was read; whoever waits for it clears it."""
         self.version = 0
         self.bundle: messages.SignedTrustBundle | None = None
 
@@ -46,5 +48,6 @@ class PublishedTrust:
             if published is not None and published[0] > self.version:
                 self.bundle = decode_message(messages.SignedTrustBundle, published[1])
                 self.version = published[0]
+                self.renewed.set()
         except BetterComputeError as error:
             log.warning("trust bundle not read", error=error.message)

@@ -3,7 +3,7 @@
 Nodes learn of a key before anything depends on it and forget it only when nothing depends on it, so that at no step of
 a rotation anybody is locked out, however the steps are interrupted. Which key is in use is decided by its stage in the
 database, never by a file's name: a process that holds the key files of two roots uses the one that is current. See
-docs/security.md, "Rotating keys"; decisions 0130.
+docs/rotation.md, "The life of a key"; decisions 0130.
 """
 
 from __future__ import annotations

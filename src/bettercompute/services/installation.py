@@ -87,18 +87,25 @@ async def publish(
 def bundle_content(
     keys: Sequence[TrustedKey], approvers: StoredSet | None, *, installation: Installation
 ) -> TrustContent:
-    """Return what a bundle of these keys and this approver set says."""
-    roots = rotation.trusted(keys, Purpose.COMMAND_ROOT) if installation.command_signing else ()
+    """Return what a bundle of these keys and this approver set says.
+
+    Of roots and pins none comes before another, so a switch between them is no change, and asks nobody to reconnect.
+    """
+    roots = _by_key(rotation.trusted(keys, Purpose.COMMAND_ROOT)) if installation.command_signing else ()
     join_keys = rotation.trusted(keys, Purpose.JOIN_SIGNING)
     return TrustContent(
         trust_domain=installation.trust_domain,
         command_roots=tuple(CommandRoot(certificate=x509.load_der_x509_certificate(root.public_der)) for root in roots),
         join_signing_keys=tuple(_public_key(key.public_der) for key in join_keys),
         join_encryption_keys=tuple(_public_key(key.companion_der) for key in join_keys),
-        serving_ca_pins=tuple(key.key_sha256 for key in rotation.trusted(keys, Purpose.SERVING_CA)),
+        serving_ca_pins=tuple(key.key_sha256 for key in _by_key(rotation.trusted(keys, Purpose.SERVING_CA))),
         approvers=NO_APPROVERS if approvers is None else approvers.approvers,
         approver_signatures=() if approvers is None else approvers.signatures,
     )
+
+
+def _by_key(keys: Sequence[TrustedKey]) -> list[TrustedKey]:
+    return sorted(keys, key=lambda key: key.key_sha256)
 
 
 def _public_key(spki_der: bytes) -> ec.EllipticCurvePublicKey:

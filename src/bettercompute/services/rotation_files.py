@@ -2,7 +2,7 @@
 
 Every step is made of renames and whole writes, each durable before the next, and may be repeated from its beginning:
 processes find keys by what they are and not by the names of their files (`services.keys`), so that a crash between two
-renames takes nothing from anybody. See docs/security.md, "Rotating keys"; decisions 0130.
+renames takes nothing from anybody. See docs/rotation.md, "The life of a key"; decisions 0130.
 """
 
 from __future__ import annotations

@@ -40,10 +40,12 @@ def open_session(
     trust: messages.SignedTrustBundle | None,
     server_time_ms: int,
     now_ms: int,
+    trust_version: int = 0,
 ) -> Outcome:
     """Return the session that a committed plan begins, and what is sent: Welcome, Ack, DesiredState, replay, cancels.
 
-    `spec` when `plan.send_spec`, `trust` when `plan.send_trust`; `server_time_ms` is compute_now() of now.
+    `spec` when `plan.send_spec`, `trust`, of `trust_version`, when `plan.send_trust`; `server_time_ms` is compute_now()
+    of now.
     """
     offered = spec_to_offer(plan, spec)
     frames = opening_frames(plan, offered=offered, trust=trust, server_time_ms=server_time_ms)
@@ -73,6 +75,7 @@ def open_session(
         applied_generation=plan.applied_generation,
         offered_generation=_already_offered(plan, spec=spec, offered=offered is not None),
         busy={},
+        trust_offered=0 if trust is None else trust_version,
         awaits_new_journal=plan.new_journal,
     )
     return state, (*(SendFrame(frame) for frame in frames), PokeDispatch())

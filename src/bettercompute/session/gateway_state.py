@@ -49,6 +49,8 @@ class GatewaySession:
     """From the last heartbeat; kept in memory only."""
     drain_at_ms: int | None = None
     """When the daemon was asked to have reconnected elsewhere."""
+    trust_offered: int = 0
+    """The trust version that Welcome carried; 0: none, for the daemon held the newest."""
     awaits_new_journal: bool = False
     """Welcome said `new_journal`: nothing is sent before the daemon says Hello anew."""
     closed: bool = False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bettercompute.delivery.commands import CommandState
-from bettercompute.delivery.waiting import Holder, WaitingFacts
-from bettercompute.store import channels, commands
+from bettercompute.delivery.waiting import Approvals, Holder, WaitingFacts
+from bettercompute.protocol import messages
+from bettercompute.store import approvers, channels, commands
 from bettercompute.store.database import Queries, Transaction
 
 ABANDONED_REASON = "abandoned"
@@ -19,7 +20,7 @@ async def facts(queries: Queries, *, command_id: str) -> WaitingFacts | None:
     row = await queries.fetch_one("waiting.facts", command_id=command_id, holders_max=HOLDERS_MAX, ahead_max=AHEAD_MAX)
     if row is None:
         return None
-    decoded = {"state", "capabilities", "allowed_kinds", "holders"}
+    decoded = {"state", "capabilities", "allowed_kinds", "holders", "approval"}
     allowed = row["allowed_kinds"]
     return WaitingFacts(
         **{name: row[name] for name in WaitingFacts.__dataclass_fields__ if name not in decoded},
@@ -30,6 +31,22 @@ async def facts(queries: Queries, *, command_id: str) -> WaitingFacts | None:
             Holder(command_id=command_id, kind=kind, state=CommandState(state))
             for command_id, kind, state in row["holders"]
         ),
+        approval=await _approvals(queries, row["approval_batch_id"]),
+    )
+
+
+async def _approvals(queries: Queries, batch_id: str | None) -> Approvals | None:
+    """Return how a batch that waits for approvals stands."""
+    if batch_id is None:
+        return None
+    batch, held = await approvers.batch(queries, batch_id=batch_id), await approvers.current(queries)
+    if batch is None or batch.state != approvers.WAITING:
+        return None
+    kids = [messages.Signature.FromString(signature).kid for signature in batch.signatures]
+    return Approvals(
+        batch_id=batch_id,
+        approved_by=tuple((held.names.get(kid) if held else None) or kid for kid in kids),
+        required=held.approvers.threshold if held else 0,
     )
 
 

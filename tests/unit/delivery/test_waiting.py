@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bettercompute.delivery.commands import TERMINAL, CommandState
-from bettercompute.delivery.waiting import Holder, Wait, WaitingFacts, decide
+from bettercompute.delivery.waiting import Approvals, Holder, Wait, WaitingFacts, decide
 
 READY = WaitingFacts(
     command_id="c1",
@@ -57,6 +57,11 @@ AWAY: dict[str, Any] = {
         ({"ahead": 3}, Wait.TURN, "3 commands"),
         ({"now_ms": 10_000}, Wait.EXPIRY, "deadline"),
         ({"not_before_ms": 3_000}, Wait.NOT_BEFORE, "2000 ms"),
+        (
+            {"not_before_ms": 10_000, "approval": Approvals(batch_id="b1", approved_by=("alice",), required=2)},
+            Wait.APPROVALS,
+            "waiting for approvals (1 of 2, by alice): better-compute approve b1",
+        ),
         ({"not_before_ms": 3_000, "busy_count": 2}, Wait.BUSY, "BUSY 2 times"),
         (AWAY, Wait.NO_SESSION, "disconnected (stale)"),
         ({"gateway_live": False}, Wait.NO_SESSION, "gw-1"),

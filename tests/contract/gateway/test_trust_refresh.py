@@ -1,0 +1,31 @@
+"""A trust bundle that is published while nodes are connected: each that was told an older one is asked to come anew."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bettercompute.protocol import messages
+from tests.contract.gateway.rig import Rig
+
+BUNDLE = messages.SignedTrustBundle(body=b"bundle").SerializeToString()
+
+
+async def test_who_was_told_an_older_bundle_is_asked_to_reconnect_once(rig: Rig) -> None:
+    nodes = [await rig.add_node(f"n{number}") for number in range(3)]
+    behind = await rig.connect(nodes[0], trust_version=1)
+    ahead = await rig.connect(nodes[1], trust_version=2)
+    rig.services.bundle = (2, BUNDLE)
+    await rig.gateway.trust.read()
+    drain = (await behind.receive("drain")).drain
+    assert 0 <= drain.reconnect_after_ms <= 1_000
+    offered = await rig.connect(nodes[0], trust_version=1)
+    assert offered.welcome.trust.body == b"bundle"
+    # Whoever holds it, and whoever refuses it, is left alone.
+    rig.gateway.trust.renewed.set()
+    late = await rig.connect(nodes[2], trust_version=1)
+    for daemon in (ahead, offered, late):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await daemon.receive("drain")
