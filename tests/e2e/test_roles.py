@@ -32,7 +32,7 @@ def free_port() -> int:
 class Site:
     """An api with the worker under `keys`, and a gateway under `gateway`, over a database that outlives both."""
 
-    def __init__(self, folder: Path, *, dsn: str) -> None:
+    def __init__(self, folder: Path, *, dsn: str, of_api: str = "") -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
         self.clients: list[ApiClient] = []
@@ -47,7 +47,7 @@ class Site:
             "keys",
             f'[database]\ndsn = "{dsn}"\n[api]\nport = {self.api_port}\n'
             f'[gateway]\nadvertise_url = "{self.gateway_url}"\n'
-            f'[internal]\nhost = "127.0.0.1"\nport = {self.internal_port}\ngateway_names = ["127.0.0.1"]\n',
+            f'[internal]\nhost = "127.0.0.1"\nport = {self.internal_port}\ngateway_names = ["127.0.0.1"]\n{of_api}',
         )
         self.gateway_config = self.write(
             "gateway",
