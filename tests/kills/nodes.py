@@ -133,14 +133,16 @@ class Node:
             assert self.process.pid is not None
             os.kill(self.process.pid, number)
 
-    async def stop(self) -> None:
-        """End its daemon in order."""
+    async def stop(self) -> bool:
+        """End its daemon in order; return whether it came to that, and was not killed on the way."""
         assert self.process is not None
         self.signal(signal.SIGTERM)
         async with asyncio.timeout(END_S):
             code = await ended(self.process)
         # The signal may meet a life that has only just begun and has promised nothing.
-        assert code in (0, -signal.SIGTERM), f"bcd of {self.node_id} ended with {code}: {self.log()}"
+        assert code in (0, -signal.SIGTERM, -signal.SIGKILL), f"bcd of {self.node_id} ended with {code}: {self.log()}"
+        self.deaths += code == -signal.SIGKILL
+        return code != -signal.SIGKILL
 
     async def until_settled(self) -> None:
         """Wait until its daemon has been heard and nothing it owed is unacknowledged. The caller bounds the wait."""

@@ -183,11 +183,9 @@ class Plane:
 async def stop(node: Node) -> None:
     """End the node's daemon in order and owing nothing: its last life may have begun after all was settled."""
     async with asyncio.timeout(BOUND_S):
-        await node.stop()
-        while node.journal()[1]:
+        while not await node.stop() or node.journal()[1]:
             node.start(Life())
             await node.until_settled()
-            await node.stop()
 
 
 @contextlib.asynccontextmanager

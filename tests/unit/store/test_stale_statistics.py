@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from bettercompute.delivery.commands import CommandState
 from bettercompute.session.gateway_state import DispatchDemand, LaneDemand
 from bettercompute.store import delivery, statements
-from bettercompute.store.database import Database
-from bettercompute.store.sessions import Lease
+from bettercompute.store.database import GATEWAY_LIMITS, Database
+from bettercompute.store.sessions import Lease, SessionKey
+from bettercompute.system import system_world
 from tests.contract.gateway import seed
 
 NODES, EACH = 100, 8
@@ -70,3 +72,67 @@ def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield plan
     for child in plan.get("Plans", ()):
         yield from nodes(child)
+
+
+async def test_a_plan_of_an_empty_table_does_not_read_it_whole_when_it_is_full(dsn: str) -> None:
+    """A gateway plans each statement once per connection, which may be the moment after the installation."""
+    database = await Database.open(
+        dsn, dice=system_world().dice, application_name="tests", pool_size=1, limits=GATEWAY_LIMITS
+    )
+    try:
+        await seed.add_lease(database)
+        node_ids = [f"n{number:03}" for number in range(NODES)]
+        for node_id in node_ids:
+            await seed.add_node(database, node_id)
+        await database.query(
+            "UPDATE node_sessions SET gateway_id = $1, session_id = 's', session_epoch = 1, last_seen = compute_now()",
+            seed.LEASE.gateway_id,
+        )
+        await use_each(database, node_ids)
+        await database.query(INSERT, node_ids, "done-", 5, 40)
+        before = await whole_reads(database)
+        await use_each(database, node_ids)
+        assert await whole_reads(database) == before
+    finally:
+        await database.close()
+
+
+async def use_each(database: Database, node_ids: list[str]) -> None:
+    """Run what a gateway runs for each command, and behind its notifications."""
+    lanes = (LaneDemand(lane=1, free=EACH, held=(), pending=EACH),)
+    demands = [
+        DispatchDemand(node_id=one, session_id="s", epoch=1, boot_id="b", lanes=lanes, kinds=None, signed_only=False)
+        for one in node_ids
+    ]
+    news = [
+        delivery.CommandNews(
+            node_id=node_id,
+            command_id=f"unknown-{node_id}",
+            state=CommandState.RUNNING,
+            saw_acked=True,
+            saw_running=True,
+            reason="",
+            message="",
+            result=b"",
+            signature=b"",
+            authenticated=True,
+            progress=b"",
+            started_at_ms=0,
+            outbox_id="",
+        )
+        for node_id in node_ids
+    ]
+    keys = [SessionKey(node_id=node_id, session_id="s", epoch=1) for node_id in node_ids]
+    for _ in range(8):
+        assert await delivery.nodes_with_work(database, gateway_id=seed.LEASE.gateway_id) == []
+        assert await delivery.dispatch(database, demands, lease=seed.LEASE) == []
+        assert (await delivery.store_command_news(database, news, event_type="command.finished")).moved == 0
+        assert await delivery.cancels_of(database, node_ids) == []
+        assert await delivery.marked(database, keys) == {}
+
+
+async def whole_reads(database: Database) -> int:
+    """Return how often the commands were read from the first to the last."""
+    await database.query("SELECT pg_stat_force_next_flush()")
+    [row] = await database.query("SELECT seq_scan FROM pg_stat_user_tables WHERE relname = 'commands'")
+    return int(row["seq_scan"])
