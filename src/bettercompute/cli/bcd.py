@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -258,13 +259,28 @@ def _shown(found: DaemonStatus) -> dict[str, object]:
 
 
 def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n")
+    _write(json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n")
 
 
 def _print_facts(facts: Mapping[str, object]) -> None:
     shown = {name: str(value) for name, value in facts.items() if value not in (None, "")}
     width = max(map(len, shown), default=0)
-    sys.stdout.writelines(f"{name:<{width}}  {value}\n" for name, value in shown.items())
+    _write("".join(f"{name:<{width}}  {value}\n" for name, value in shown.items()))
+
+
+def _write(text: str) -> None:
+    """Print a result; where it cannot go (a full disk, nobody who reads) is told, or at least an end."""
+    if sys.stdout is None:  # closed by the caller, who wants none
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is buffered would fail again at the very end, and Python would say so.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            _note(f"error: the results cannot be written: {error.strerror}")
+        sys.exit(EXIT_FAILED)
 
 
 def _note(sentence: str) -> None:

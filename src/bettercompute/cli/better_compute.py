@@ -7,7 +7,20 @@ from typing import Annotated
 import typer
 
 import bettercompute
-from bettercompute.cli import approving, commands, database, events, gateways, nodes, pki, running, sim, spec, tokens
+from bettercompute.cli import (
+    approving,
+    commands,
+    database,
+    events,
+    gateways,
+    nodes,
+    output,
+    pki,
+    running,
+    sim,
+    spec,
+    tokens,
+)
 from bettercompute.cli.dev import dev
 from bettercompute.cli.doctor import doctor
 from bettercompute.cli.serve import serve
@@ -51,7 +64,7 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
-    app()
+    output.guard(app)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ Standard output carries results only; progress and failures go to standard error
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
@@ -28,6 +31,23 @@ T = TypeVar("T")
 
 console = Console(soft_wrap=True, highlight=False)
 error_console = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def guard(program: Callable[[], object]) -> None:
+    """Run a command line; where its results cannot go (a full disk, nobody who reads) is told, or at least an end."""
+    if sys.stdout is None:  # closed by the caller, who wants none
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    try:
+        try:
+            program()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # What is buffered would fail again at the very end, and Python would say so.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            sys.stderr.write(f"error: the results cannot be written: {error.strerror or error}\n")
+        sys.exit(EXIT_FAILED)
 
 
 def print_json(value: object) -> None:

@@ -1,5 +1,6 @@
 """A user's mistake is one sentence on standard error and an exit code, whatever part of the machine refuses."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -56,6 +57,35 @@ def _filled(text: str, fill: dict[str, str]) -> str:
     for name, value in fill.items():
         text = text.replace(name, value)
     return text
+
+
+@pytest.mark.parametrize("where", ["a full disk", "nobody who reads", "closed"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from bettercompute.cli import output; output.guard(lambda: output.print_facts({'node': 'n1'}))",
+        "from bettercompute.cli import bcd; bcd._print_facts({'node': 'n1'})",
+    ],
+    ids=["better-compute", "bcd"],
+)
+def test_results_that_cannot_be_written_are_no_traceback(program: str, where: str) -> None:
+    reader, nobody = os.pipe()
+    os.close(reader)
+    closed = ["bash", "-c", 'exec "$0" "$@" >&-'] if where == "closed" else []
+    command = [*closed, sys.executable, "-c", program]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command,
+            stdout=full if where == "a full disk" else nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    os.close(nobody)
+    full_says = "error: the results cannot be written: No space left on device\n"
+    assert done.stderr == (full_says if where == "a full disk" else "")
+    assert done.returncode == (0 if where == "closed" else 1)
 
 
 @pytest.mark.parametrize("ending", ["KeyboardInterrupt", "ValueError"])
