@@ -3,7 +3,8 @@
 The node proves that it holds the key of its present certificate, within 60 s of server time and once. Renewal is
 idempotent per certificate request. The old and the new serial are both good until the new one is first used; at most
 two serials of a node wait unused, and of more the oldest is dropped, so that a node which lost its pending keys is not
-locked out. See docs/security.md, "Renewing"; decisions 0046 and 0111.
+locked out. Nor is one whose certificate a restore of the database has forgotten. See docs/security.md, "Renewing";
+decisions 0046, 0111 and 0128.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services.issuing import IssuedIdentity, Issuer, Request, answered_before, check_still_good
 from bettercompute.store import certificates as stored_certificates
 from bettercompute.store import nodes, replay
-from bettercompute.store.certificates import StoredCertificate
 from bettercompute.store.database import Transaction
+from bettercompute.store.nodes import Node
 
 PROOF_WINDOW_MS = 60 * 1000
 REPLAY_KEPT_MS = 120 * 1000  # twice the window: a proof may come that early and be replayed that late
@@ -55,7 +56,8 @@ def check_renewal(
     chain_der = list(peer_chain) or list(renewal.certificate_chain)
     if not chain_der:
         raise refuse(Reason.NO_CERTIFICATE, "Renew needs the node's present certificate, by TLS or in the request")
-    leaf = certificates.verify_chain(chain_der, roots=[issuer.keys.node_ca.certificate], use=Use.CLIENT, now_ms=now_ms)
+    roots = [authority.certificate for authority in issuer.keys.node_cas]
+    leaf = certificates.verify_chain(chain_der, roots=roots, use=Use.CLIENT, now_ms=now_ms)
     identity = identity_of(leaf)
     if identity.trust_domain != issuer.installation.trust_domain:
         raise refuse(Reason.BAD_CERTIFICATE, f"the certificate is of trust domain {identity.trust_domain}, not ours")
@@ -88,11 +90,17 @@ async def renew(transaction: Transaction, proven: ProvenRenewal, *, issuer: Issu
     node = await nodes.get(transaction, node_id=node_id)
     present = await stored_certificates.find(transaction, serial=proven.serial)
     assert node is not None, "a session's row goes with its node's"
-    if present is None or present.node_id != node_id:
-        raise refuse(Reason.NOT_JOINED, f"certificate {proven.serial} is not recorded for node {node_id}: join anew")
+    if present is not None and present.node_id != node_id:
+        raise refuse(Reason.BAD_CERTIFICATE, f"certificate {proven.serial} is recorded for another node than {node_id}")
     if node.quarantined_at_ms is not None:
         raise refuse(Reason.QUARANTINED, f"node {node_id} is quarantined ({node.quarantine_reason}): join anew")
-    check_still_good(present, identity_generation=node.identity_generation, now_ms=now_ms)
+    if node.revoked_at_ms is not None:
+        raise refuse(Reason.REVOKED, f"node {node_id} was revoked by {node.revoked_by}: join anew with a new token")
+    if present is None:
+        allowed_kinds = await _kinds_of_latest(transaction, node_id=node_id)
+    else:
+        check_still_good(present, identity_generation=node.identity_generation, now_ms=now_ms)
+        allowed_kinds = present.allowed_kinds
     before = await answered_before(transaction, node_id=node_id, request=proven.request, now_ms=now_ms)
     if before is not None:
         return before
@@ -100,28 +108,34 @@ async def renew(transaction: Transaction, proven: ProvenRenewal, *, issuer: Issu
         transaction, purpose=Purpose.RENEW_POP, jti=proven.proof_sha256, expires_at_ms=now_ms + REPLAY_KEPT_MS
     ):
         raise refuse(Reason.BAD_PROOF, "the proof was used before: make a new one for each renewal")
-    await _drop_unused(transaction, node_id=node_id, present=present, now_ms=now_ms)
+    await _drop_unused(transaction, node=node, presented=proven.serial, now_ms=now_ms)
     return await issuer.issue(
         transaction,
         proven.identity,
         proven.request,
-        identity_generation=present.identity_generation,
-        allowed_kinds=present.allowed_kinds,
+        identity_generation=node.identity_generation,
+        allowed_kinds=allowed_kinds,
         now_ms=now_ms,
     )
 
 
-async def _drop_unused(transaction: Transaction, *, node_id: str, present: StoredCertificate, now_ms: int) -> None:
+async def _kinds_of_latest(transaction: Transaction, *, node_id: str) -> tuple[str, ...] | None:
+    """Return what the newest certificate on record allows: the one presented was issued after a backup was made."""
+    latest = await stored_certificates.of_node(transaction, node_id=node_id, page_size=1)
+    return latest[0].allowed_kinds if latest else None
+
+
+async def _drop_unused(transaction: Transaction, *, node: Node, presented: str, now_ms: int) -> None:
     """Make room for one more unused serial; the one that is presented stays, used or not."""
     unused = [
         one
-        for one in await stored_certificates.of_node(transaction, node_id=node_id)
-        if one.identity_generation == present.identity_generation
+        for one in await stored_certificates.of_node(transaction, node_id=node.node_id)
+        if one.identity_generation == node.identity_generation
         and one.first_used_at_ms is None
         and one.superseded_at_ms is None
         and one.revoked_at_ms is None
         and one.not_after_ms > now_ms
-        and one.serial != present.serial
+        and one.serial != presented
     ]
     dropped = [one.serial for one in unused[UNUSED_SERIALS_MAX - 1 :]]
-    await stored_certificates.supersede(transaction, node_id=node_id, serials=dropped)
+    await stored_certificates.supersede(transaction, node_id=node.node_id, serials=dropped)

@@ -13,6 +13,7 @@ from bettercompute.pki.identity import NodeIdentity
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason
 from bettercompute.store import certificates as stored_certificates
+from bettercompute.store import nodes, standing
 from bettercompute.testing import postgres
 from tests.unit.services.joining import Node, Plane, make_plane
 
@@ -141,7 +142,7 @@ async def test_a_superseded_certificate_renews_nothing(plane):
         ("UPDATE node_certs SET revoked_at = compute_now(), revocation_reason = 'stolen'", Reason.REVOKED),
         ("UPDATE nodes SET identity_generation = 2", Reason.OLD_GENERATION),
         ("UPDATE nodes SET quarantined_at = compute_now(), quarantine_reason = 'clone'", Reason.QUARANTINED),
-        ("DELETE FROM node_certs", Reason.NOT_JOINED),
+        ("UPDATE nodes SET revoked_at = compute_now(), revoked_by = 'ops', revoked_reason = ''", Reason.REVOKED),
         ("DELETE FROM nodes", Reason.NOT_JOINED),
     ],
 )
@@ -151,6 +152,54 @@ async def test_who_may_not_renew(plane, spoil, reason):
     await plane.database.query(spoil)
     request = node.renew_request(body, next_node=Node(), client_time_ms=NOW_MS)
     await refused(plane, request, list(body.certificate_chain), reason)
+
+
+async def test_a_certificate_that_a_restore_has_forgotten_renews(plane):
+    """It was issued after the backup; what the newest one on record allows, the next one allows."""
+    node, between, following = Node(), Node(), Node()
+    body = await plane.joined(node, node_id="n1")
+    await plane.database.query("UPDATE node_certs SET allowed_kinds = '{inventory.refresh}'")
+    second = await renew(plane, node, body, between)
+    await plane.database.query(f"DELETE FROM node_certs WHERE serial = '{serial(second)}'")
+    third = await renew(plane, between, second, following, client_time_ms=NOW_MS + 1)
+    assert await good_serials(plane, "n1") == {serial(body), serial(third)}
+    stored = await stored_certificates.find(plane.database, serial=serial(third))
+    assert (stored.identity_generation, stored.allowed_kinds) == (1, ("inventory.refresh",))
+    await plane.database.query("DELETE FROM node_certs")
+    fourth = Node()
+    await renew(plane, following, third, fourth, client_time_ms=NOW_MS + 2)
+
+
+async def test_a_locked_node_renews(plane):
+    """A lock takes nothing away: when it ends the node is back by itself."""
+    node = Node()
+    body = await plane.joined(node)
+    await plane.database.query("UPDATE nodes SET locked_at = compute_now(), locked_by = 'ops', lock_reason = ''")
+    await renew(plane, node, body, Node())
+
+
+async def test_a_node_that_was_revoked_or_forgotten_joins_by_a_new_token_only(plane):
+    node, again, anew = Node(), Node(), Node()
+    first = await plane.joined(node, node_id="n1")
+    what = {"node_id": "n1", "notice": b"", "draw_id": plane.world.ids.uuid7, "event_type": "command.finished"}
+    async with plane.database.transaction() as transaction:
+        await nodes.lock_session(transaction, node_id="n1")
+        await standing.revoke(transaction, revoked_by="ops", reason="", **what)
+    request = node.renew_request(first, next_node=Node(), client_time_ms=NOW_MS)
+    await refused(plane, request, list(first.certificate_chain), Reason.REVOKED)
+    second = await plane.joined(again, node_id="n1")
+    assert second.identity_generation == 2
+    await renew(plane, again, second, Node())
+    async with plane.database.transaction() as transaction:
+        await nodes.lock_session(transaction, node_id="n1")
+        await standing.forget(transaction, forgotten_by="ops", **what)
+    request = again.renew_request(second, next_node=Node(), client_time_ms=NOW_MS + 1)
+    await refused(plane, request, list(second.certificate_chain), Reason.NOT_JOINED)
+    third = await plane.joined(anew, node_id="n1")
+    assert third.identity_generation == 1
+    # Nobody comes back by what the forgotten node had, though the generations are the same again.
+    request = node.renew_request(first, next_node=Node(), client_time_ms=NOW_MS + 2)
+    await refused(plane, request, list(first.certificate_chain), Reason.REVOKED)
 
 
 async def test_an_expired_certificate_does_not_renew(plane):
@@ -167,7 +216,6 @@ async def test_an_expired_certificate_does_not_renew(plane):
     [
         ({"trust_domain": "other.example"}, Reason.BAD_CERTIFICATE, "of trust domain other.example, not ours"),
         ({"attestation_key_sha256": "ab" * 32}, Reason.ATTESTOR_UNKNOWN, "a TPM certifies is not supported yet"),
-        ({}, Reason.NOT_JOINED, "is not recorded for node n1"),
     ],
 )
 async def test_a_certificate_that_was_not_issued_by_join(plane, named, reason, why):
