@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 export UV_SYSTEM_CERTS ?= 1
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # Each prints one line a figure; together they take under 6 minutes on 2 quiet cores.
-BENCHES := gateway_streams commands events journal bcd_idle herd
+BENCHES := gateway_streams commands events journal bcd_idle herd herd_sim
 # Test processes: one per core.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 

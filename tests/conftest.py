@@ -11,10 +11,20 @@ from hypothesis import HealthCheck, settings
 from bettercompute.store.database import Database
 from bettercompute.system import system_world
 from bettercompute.testing import postgres
+from tests.sim import totals
 
 # The same examples in every run, and a busy machine is no failure.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what the simulations of this run amounted to."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    calls = [report for report in reports if isinstance(report, pytest.TestReport) and report.when == "call"]
+    told = [entry for report in calls for entry in report.user_properties]
+    for line in totals.lines(told):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -13,19 +13,22 @@ from bettercompute.testing import postgres
 from bettercompute.testing.sim import scenario, simulation
 from bettercompute.testing.sim.scenario import Scenario
 from bettercompute.testing.sim.simulation import Outcome
+from tests.sim import totals
 
 Run = Callable[..., Outcome]
 
 
 @pytest.fixture
-def simulate(postgres_server: postgres.TestServer) -> Run:
-    """Run a scenario, by name or as it is."""
+def simulate(postgres_server: postgres.TestServer, record_property: Callable[[str, object], None]) -> Run:
+    """Run a scenario, by name or as it is, and note what it amounted to."""
 
     def run(wanted: str | Scenario, seed: int) -> Outcome:
         dsn = postgres_server.create_database()
         try:
             chosen = scenario.load(wanted) if isinstance(wanted, str) else wanted
-            return simulation.run(replace(chosen), seed=seed, dsn=dsn)
+            outcome = simulation.run(replace(chosen), seed=seed, dsn=dsn)
+            record_property(totals.SIMULATED, totals.noted(outcome))
+            return outcome
         finally:
             postgres_server.drop_database(dsn)
 

@@ -17,6 +17,7 @@ from bettercompute.session import liveness, resume
 from bettercompute.store import database
 from bettercompute.store.statements import statements
 from bettercompute.testing.sim import ledger
+from tests.sim import totals
 from tests.sim.conftest import Run
 
 SEEDS = 50
@@ -110,11 +111,17 @@ def grace_ignored(patch: Patch) -> None:
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_a_broken_rule_is_noticed(
-    simulate: Run, monkeypatch: Patch, breaking: Callable[[Patch], None], scenario: str
+    simulate: Run,
+    monkeypatch: Patch,
+    record_property: Callable[[str, object], None],
+    breaking: Callable[[Patch], None],
+    scenario: str,
 ) -> None:
     breaking(monkeypatch)
     for seed in range(1, SEEDS + 1):
         outcome = simulate(scenario, seed)
         if outcome.violations:
+            by = f"{breaking.__name__}, by seed {seed} of {scenario}: {outcome.violations[0].rule}"
+            record_property(totals.FOUND, by)
             return
     pytest.fail(f"{breaking.__name__} went unnoticed through {SEEDS} seeds of {scenario}")

@@ -17,12 +17,14 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from bettercompute import __version__
 from bettercompute.daemon.agent import Agent
 from bettercompute.daemon.config import Config
 from bettercompute.daemon.group_commit import Journal
 from bettercompute.daemon.handlers import Handler, HandlerCancelled, HandlerContext
 from bettercompute.daemon.identity import IdentityStore, Issued, Machine, Purpose
 from bettercompute.daemon.inventory.host import HostRoot
+from bettercompute.daemon.join import JoinSettings, join
 from bettercompute.daemon.journal import DATABASE_NAME, JournalDatabase
 from bettercompute.daemon.journal_records import REFUSABLE, JournalFullError, JournalLimits, Write
 from bettercompute.daemon.node_round import CurrentConfig
@@ -30,7 +32,6 @@ from bettercompute.daemon.node_round import NodeParts as DaemonParts
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.pki import certificates
 from bettercompute.protocol.kinds import KINDS
-from bettercompute.testing.sim.fleet import Joined
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
 from bettercompute.testing.sim.node import DURATIONS_S, EVENT_TYPE, NodeParts
 from bettercompute.testing.sim.process import SimulatedProcess
@@ -42,6 +43,9 @@ LIMITS = JournalLimits(max_bytes=4 * 1024 * 1024, reserve_bytes=512 * 1024, ball
 
 # As systemd does.
 RESTART_S = 10.0
+
+# How many bits of a file a damage flips.
+FLIPS = (1, 1, 2, 8)
 
 
 class FullableDisk(JournalDatabase):
@@ -81,10 +85,11 @@ class BcdNode:
     """One host with bcd."""
 
     name: str
-    joined: Joined
+    node_id: str
     parts: NodeParts
     clock: SimulatedClock
-    generation: int = 1
+    token: str = ""
+    """The join token with which it joins anew before it runs."""
     starts: int = 0
     boots: int = 1
     disk_full: bool = False
@@ -98,19 +103,20 @@ class BcdNode:
     @classmethod
     def make(cls, node_id: str, *, parts: NodeParts, clock: SimulatedClock) -> BcdNode:
         """Join a node and put it on a disk of its own."""
-        node = cls(node_id, Joined(node_id, "", ()), parts, clock)
+        node = cls(node_id, node_id, parts, clock)
         for path, content in (("proc/sys/kernel/random/boot_id", "boot-1\n"), ("etc/machine-id", f"{node_id}\n")):
             file = node.root / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(content)
         node.state_dir.mkdir(parents=True, exist_ok=True)
-        node._issue()
+        node._join_first()
         return node
 
     @property
-    def node_id(self) -> str:
-        """Return the node."""
-        return self.joined.node_id
+    def serial(self) -> str:
+        """Return the serial of the certificate that is on its disk."""
+        identity = IdentityStore(self.state_dir).load()
+        return "" if identity is None else identity.record.certificate_serial
 
     @property
     def state_dir(self) -> Path:
@@ -173,19 +179,27 @@ class BcdNode:
         self.starts += 1
         process = self.process = self.parts.new_process(f"{self.name}#{self.starts}")
         self.agent = process.run(self._agent, process)
-        process.spawn(self._run(self.agent))
+        process.spawn(self._run(self.agent, process))
 
-    async def _run(self, agent: Agent) -> None:
+    async def _run(self, agent: Agent, process: SimulatedProcess) -> None:
         """Run it as its service manager does: again after a while when it ends."""
         try:
+            if self.token:
+                await self._join_anew(process)
             await agent.run()
         except Exception as error:  # noqa: BLE001 - told to whoever looks at this node
             self.failure = f"{type(error).__name__}: {error}"
         await asyncio.sleep(RESTART_S)
-        process = self.process
-        if process is not None and process.alive and self.agent is agent:
+        if self.process is process and process.alive:
             self.end()
             self.start()
+
+    async def _join_anew(self, process: SimulatedProcess) -> None:
+        """Do what `bcd rejoin TOKEN` does."""
+        world = make_world(f"{self.parts.seed} {process.name} join", clock=self.clock)
+        settings = JoinSettings(token=self.token, daemon_version=__version__, rejoin=True)
+        await join(IdentityStore(self.state_dir), settings, world=world, dial=self._dial)
+        self.token = ""
 
     def _agent(self, process: SimulatedProcess) -> Agent:
         rules = self.parts.rules
@@ -216,18 +230,17 @@ class BcdNode:
         return self._disk
 
     async def _dial(self, target: DialTarget) -> Connection:
-        process, identity = self.process, target.identity
+        process, shown = self.process, target.identity
         assert process is not None
-        assert identity is not None
-        chain = tuple(
-            certificate.public_bytes(Encoding.DER)
-            for certificate in x509.load_pem_x509_certificates(identity.certificate_chain_pem)
-        )
+        chain: tuple[bytes, ...] = ()  # who joins has none yet
+        if shown is not None:
+            found = x509.load_pem_x509_certificates(shown.certificate_chain_pem)
+            chain = tuple(certificate.public_bytes(Encoding.DER) for certificate in found)
         gateway = target.url.removeprefix("https://").partition(":")[0]
         connection = await self.parts.network.dial(gateway, host=self.node_id, process=process, chain=chain)
         if self.parts.rules is None:
             return connection
-        return TappedConnection(connection, node_id=self.node_id, rules=self.parts.rules)
+        return TappedConnection(connection, node_id=self.node_id, machine=self.name, rules=self.parts.rules)
 
     def end(self) -> None:
         """Kill it for good."""
@@ -295,7 +308,7 @@ class BcdNode:
 
     def clone(self, name: str) -> BcdNode:
         """Start another machine with a copy of its disk."""
-        twin = BcdNode(name, self.joined, self.parts, self.clock, generation=self.generation, boots=self.boots)
+        twin = BcdNode(name, self.node_id, self.parts, self.clock, token=self.token, boots=self.boots)
         shutil.copytree(self.root, twin.root)
         shutil.copytree(
             self.state_dir,
@@ -306,24 +319,36 @@ class BcdNode:
         twin.start()
         return twin
 
-    def rejoin(self) -> None:
-        """Take a new identity."""
+    def damage_journal(self) -> None:
+        """Flip some bits of the journal's files."""
         self.end()
-        self.generation += 1
-        self._issue()
+        for path in sorted(self.state_dir.glob(f"{DATABASE_NAME}*")):
+            content = bytearray(path.read_bytes())
+            for _ in range(self.parts.rng.choice(FLIPS) if content else 0):
+                content[self.parts.rng.randrange(len(content))] ^= 1 << self.parts.rng.randrange(8)
+            path.write_bytes(content)
         self.start()
 
-    def _issue(self) -> None:
+    def rejoin(self, token: str) -> None:
+        """Take a new identity, through a gateway."""
+        self.end()
+        self.token = token
+        self.start()
+
+    def _join_first(self) -> None:
         registrar = self.parts.registrar
         store = IdentityStore(self.state_dir)
-        request = store.pending(Purpose.JOIN, label=f"generation {self.generation}")
-        public_key = certificates.check_csr(request.csr_der)
-        self.joined = registrar.join(self.name, generation=self.generation, public_key=public_key)
+        request = store.pending(Purpose.JOIN, label="first")
+        joined = registrar.join(
+            self.node_id,
+            public_key=certificates.check_csr(request.csr_der),
+            life_ms=registrar.certificate_life_ms,
+        )
         urls = tuple(f"https://{name}:443" for name in self.parts.gateways)
         issued = Issued(
-            chain_der=self.joined.chain,
+            chain_der=joined.chain,
             trust=registrar.trust(),
-            identity_generation=self.generation,
+            identity_generation=1,
             gateway_urls=urls,
             server_time_ms=registrar.now_ms(),
         )

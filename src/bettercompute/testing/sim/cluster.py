@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bettercompute.controllers.worker import Worker
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.gateway.gateway import Gateway
+from bettercompute.gateway.services import GatewayServices
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.store.database import GATEWAY_LIMITS
+from bettercompute.store.database import GATEWAY_LIMITS, SERVER_LIMITS
+from bettercompute.testing.sim.fleet import Registrar
 from bettercompute.testing.sim.links import SimulatedDatabase
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
 from bettercompute.testing.sim.network import Listening, Network
@@ -20,22 +22,31 @@ from bettercompute.testing.sim.process import SimulatedProcess
 from bettercompute.transport.memory import MemoryServer
 
 
-class NoServices:
-    """The services behind a gateway: nobody joins or renews while a simulation runs."""
+class ServicesThatMayBeAway:
+    """The production services behind a gateway, while they can be reached."""
+
+    def __init__(self, services: GatewayServices, *, away: Callable[[], bool]) -> None:
+        self._services = services
+        self._away = away
 
     async def join(self, request: messages.JoinRequest, *, source: str) -> messages.JoinResponse:
-        """Refuse."""
-        del request, source
-        raise refuse(Reason.UNAVAILABLE, "nobody joins here")
+        """Join, or refuse while they are away."""
+        self._reach()
+        return await self._services.join(request, source=source)
 
     async def renew(self, request: messages.RenewRequest, *, peer_chain: Sequence[bytes]) -> messages.RenewResponse:
-        """Refuse."""
-        del request, peer_chain
-        raise refuse(Reason.UNAVAILABLE, "nobody renews here")
+        """Renew, or refuse while they are away."""
+        self._reach()
+        return await self._services.renew(request, peer_chain=peer_chain)
 
     async def trust_bundle(self) -> tuple[int, bytes] | None:
-        """Return that none was published."""
-        return None
+        """Return the bundle published last."""
+        self._reach()
+        return await self._services.trust_bundle()
+
+    def _reach(self) -> None:
+        if self._away():
+            raise refuse(Reason.UNAVAILABLE, "the services behind the gateway cannot be reached")
 
 
 @dataclass(slots=True)
@@ -69,12 +80,13 @@ class WorkerHost:
 class Cluster:
     """Starts, stops, kills and pauses the control plane's processes."""
 
-    def __init__(self, server: SimulatedServer, network: Network, *, seed: str) -> None:
+    def __init__(self, server: SimulatedServer, network: Network, *, registrar: Registrar, seed: str) -> None:
         self.gateways: dict[str, GatewayHost] = {}
         self.workers: dict[str, WorkerHost] = {}
         self.processes: list[SimulatedProcess] = []
         self._server = server
         self._network = network
+        self._registrar = registrar
         self._seed = seed
         self._loop = asyncio.get_running_loop()
 
@@ -98,7 +110,11 @@ class Cluster:
     async def _gateway(self, host: GatewayHost, process: SimulatedProcess) -> None:
         world = make_world(f"{self._seed} {process.name}", clock=host.clock)
         database = SimulatedDatabase(self._server, dice=world.dice, client=process.name, limits=GATEWAY_LIMITS)
-        gateway = Gateway(host.config, database=database, services=NoServices(), world=world, tls=None)
+        behind = SimulatedDatabase(self._server, dice=world.dice, client=process.name, limits=SERVER_LIMITS)
+        services = ServicesThatMayBeAway(
+            self._registrar.services(behind, world=world), away=lambda: self._registrar.away
+        )
+        gateway = Gateway(host.config, database=database, services=services, world=world, tls=None)
         server = MemoryServer(gateway.handler, world=world)
         await gateway.start()
         host.gateway = gateway
@@ -108,6 +124,7 @@ class Cluster:
         await gateway.stop()
         await server.close()
         await database.close()
+        await behind.close()
         self._end(host)
 
     async def stop_gateway(self, host: GatewayHost) -> None:
@@ -138,7 +155,7 @@ class Cluster:
 
     async def _worker(self, host: WorkerHost, process: SimulatedProcess) -> None:
         world = make_world(f"{self._seed} {process.name}", clock=host.clock)
-        database = SimulatedDatabase(self._server, dice=world.dice, client=process.name)
+        database = SimulatedDatabase(self._server, dice=world.dice, client=process.name, limits=SERVER_LIMITS)
         worker = Worker(database, world=world, holder=process.name)
         worker.start()
         await asyncio.Event().wait()

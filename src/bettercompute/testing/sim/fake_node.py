@@ -40,6 +40,11 @@ class FakeNode:
         return self.joined.node_id
 
     @property
+    def serial(self) -> str:
+        """Return the serial of its certificate."""
+        return self.joined.serial
+
+    @property
     def live(self) -> bool:
         """Return whether it has a session."""
         return self.daemon is not None and self.daemon.live
@@ -134,8 +139,13 @@ class FakeNode:
         """Refuse: a twin without its journal would be no twin."""
         raise NotImplementedError
 
-    def rejoin(self) -> None:
-        """Take a new identity and dial again."""
+    def damage_journal(self) -> None:
+        """Refuse."""
+        raise NotImplementedError
+
+    def rejoin(self, token: str) -> None:
+        """Take a new identity and dial again: it is given one, because a FakeDaemon does not join."""
+        del token
         self.generation += 1
         self.joined = self.parts.registrar.join(self.node_id, generation=self.generation)
         self.parts.network.cut(process=self.process)
@@ -156,4 +166,4 @@ class FakeNode:
         )
         if parts.rules is None:
             return connection
-        return TappedConnection(connection, node_id=self.node_id, rules=parts.rules)
+        return TappedConnection(connection, node_id=self.node_id, machine=self.node_id, rules=parts.rules)

@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from bettercompute.errors import BetterComputeError
-from bettercompute.session.clock import BACKWARDS_ALLOWED_MS
-from bettercompute.store import certificates, leases, nodes
+from bettercompute.store import leases
+from bettercompute.testing.sim import database_faults, node_faults
 from bettercompute.testing.sim.cluster import GatewayHost, WorkerHost
 from bettercompute.testing.sim.network import Way
 from bettercompute.testing.sim.node import Node
 from bettercompute.testing.sim.stage import Stage
-from bettercompute.testing.sim.weather import Fate
 
 Fault = Callable[[Stage, float], Awaitable[None]]
 DAY_MS = 86_400_000
@@ -98,60 +97,6 @@ async def worker_crash(stage: Stage, for_s: float) -> None:
     stage.cluster.start_worker(host)
 
 
-async def node_crash(stage: Stage, for_s: float) -> None:
-    """Kill a node's daemon; its journal brings it back."""
-    del for_s
-    node = stage.rng.choice(stage.nodes)
-    reboot = stage.rng.random() < 0.5
-    stage.tell(f"{node.node_id} is killed and started again" + (", after a boot" if reboot else ""))
-    node.restart(reboot=reboot)
-
-
-async def node_pause(stage: Stage, for_s: float) -> None:
-    """SIGSTOP a node's daemon."""
-    node = stage.rng.choice(stage.nodes)
-    process = node.process
-    if process is None or process.paused:
-        return
-    stage.tell(f"{node.node_id} is paused, for {for_s:.1f} s")
-    process.pause()
-    stage.network.refresh()
-    await asyncio.sleep(for_s)
-    process.go_on()
-    stage.network.refresh()
-
-
-async def journal_lost(stage: Stage, for_s: float) -> None:
-    """Lose a node's journal."""
-    del for_s
-    node = stage.rng.choice(stage.nodes)
-    stage.tell(f"{node.node_id} loses its journal")
-    node.lose_journal()
-
-
-async def journal_rollback(stage: Stage, for_s: float) -> None:
-    """Restore a node's disk as it was a while before."""
-    node = _with_disk(stage)
-    if node is None:
-        return
-    node.remember()
-    await asyncio.sleep(for_s)
-    stage.tell(f"{node.node_id} is rolled back to its disk of {for_s:.1f} s ago")
-    stage.frames.copied_disk(node.node_id)
-    node.roll_back()
-
-
-async def disk_full(stage: Stage, for_s: float) -> None:
-    """Fill a node's disk."""
-    node = _with_disk(stage)
-    if node is None:
-        return
-    stage.tell(f"the disk of {node.node_id} is full, for {for_s:.1f} s")
-    node.fill_disk(True)
-    await asyncio.sleep(for_s)
-    node.fill_disk(False)
-
-
 async def partition(stage: Stage, for_s: float) -> None:
     """Stop what one node and one gateway say to each other, in one direction or both."""
     node, host = stage.rng.choice(stage.nodes), stage.rng.choice(stage.gateways)
@@ -190,117 +135,31 @@ async def network_slow(stage: Stage, for_s: float) -> None:
     stage.network.latency_s = before
 
 
-async def database_restart(stage: Stage, for_s: float) -> None:
-    """Lose every connection to the database, and refuse new ones for a while."""
-    if stage.server.weather.down:
-        return
-    stage.tell(f"the database is down, for {for_s:.1f} s")
-    stage.server.weather.down = True
-    stage.server.restart()
-    stage.transactions.outages.begins(stage.world.clock.monotonic_ms())
-    await asyncio.sleep(for_s)
-    stage.server.weather.down = False
-    stage.transactions.outages.ends(stage.world.clock.monotonic_ms())
-
-
-async def database_silent(stage: Stage, for_s: float) -> None:
-    """Let the database answer nobody for a while."""
-    if stage.server.weather.silent:
-        return
-    stage.tell(f"the database is silent, for {for_s:.1f} s")
-    stage.server.weather.silent = True
-    await asyncio.sleep(for_s)
-    stage.server.weather.silent = False
-
-
-async def database_slow(stage: Stage, for_s: float) -> None:
-    """Make every way to the database a hundred times longer."""
-    weather = stage.server.weather
-    before = weather.latency_s
-    stage.tell(f"the database is slow, for {for_s:.1f} s")
-    weather.latency_s = lambda: 100 * before()
-    await asyncio.sleep(for_s)
-    weather.latency_s = before
-
-
-async def lost_commits(stage: Stage, for_s: float) -> None:
-    """Lose a share of the connections at the COMMIT, before it or after it: nobody knows which."""
-    weather = stage.server.weather
-    before = weather.fate
-    share = stage.rng.uniform(0.02, 0.3)
-    rng = stage.rng
-
-    def fate(client: str) -> str:
-        if client == stage.operator_process.name or rng.random() >= share:
-            return before(client)
-        stage.faults["commit-of-unknown-outcome"] += 1
-        return rng.choice([Fate.LOST_BEFORE, Fate.LOST_AFTER])
-
-    stage.tell(f"{share:.0%} of the commits have an unknown outcome, for {for_s:.1f} s")
-    weather.fate = fate
-    await asyncio.sleep(for_s)
-    weather.fate = before
-
-
 async def clock_step(stage: Stage, for_s: float) -> None:
     """Step the wall clock of a host by up to a day, and back."""
-    hosts: list[Node | GatewayHost | WorkerHost] = [*stage.nodes, *stage.gateways, *stage.workers]
-    host = stage.rng.choice(hosts)
+    host = stage.rng.choice(_hosts(stage))
     step_ms = int(stage.rng.uniform(-DAY_MS, DAY_MS))
-    name = host.name if isinstance(host, GatewayHost | WorkerHost) else host.node_id
-    stage.tell(f"the clock of {name} steps by {step_ms} ms, for {for_s:.1f} s")
+    stage.tell(f"the clock of {_name(host)} steps by {step_ms} ms, for {for_s:.1f} s")
     host.clock.wall_offset_ms += step_ms
     await asyncio.sleep(for_s)
     host.clock.wall_offset_ms -= step_ms
 
 
-async def database_clock_step(stage: Stage, for_s: float) -> None:
-    """Step the database's clock, by as much as daemons believe it when it steps back again."""
-    if stage.database_clock.wall_offset_ms:
-        return
-    step_ms = int(stage.rng.uniform(-BACKWARDS_ALLOWED_MS, BACKWARDS_ALLOWED_MS))
-    stage.tell(f"the database's clock steps by {step_ms} ms, for {for_s:.1f} s")
-    stage.transactions.outages.doubted(stage.world.clock.monotonic_ms())
-    stage.database_clock.wall_offset_ms += step_ms
-    await asyncio.sleep(for_s)
-    stage.database_clock.wall_offset_ms -= step_ms
-    stage.transactions.outages.doubted(stage.world.clock.monotonic_ms())
+async def monotonic_leap(stage: Stage, for_s: float) -> None:
+    """Let the monotonic clock of a host leap ahead by up to a day, for good."""
+    del for_s
+    host = stage.rng.choice(_hosts(stage))
+    leap_ms = int(stage.rng.uniform(0, DAY_MS))
+    stage.tell(f"the monotonic clock of {_name(host)} leaps by {leap_ms} ms")
+    host.clock.leapt_ms += leap_ms
 
 
-async def clone(stage: Stage, for_s: float) -> None:
-    """Run a copy of a node's disk beside it; whoever is revoked joins anew."""
-    node = _with_disk(stage)
-    if node is None:
-        return
-    stage.tell(f"{node.node_id} is cloned, for {for_s:.1f} s")
-    twin = node.clone(f"{node.node_id}-clone{stage.faults['clone']}")
-    stage.frames.copied_disk(node.node_id)
-    await asyncio.sleep(for_s)
-    twin.end()
-    stage.frames.copied_disk(node.node_id)
-    stage.mend(node)
+def _hosts(stage: Stage) -> list[Node | GatewayHost | WorkerHost]:
+    return [*stage.nodes, *stage.gateways, *stage.workers]
 
 
-async def revocation(stage: Stage, for_s: float) -> None:
-    """Revoke a node's certificate; it joins anew later."""
-    node = stage.rng.choice(stage.nodes)
-    stage.tell(f"{node.node_id} is revoked, and joins anew after {for_s:.1f} s")
-    try:
-        async with stage.operator.transaction() as transaction:
-            await nodes.lock_session(transaction, node_id=node.node_id)
-            await certificates.revoke_generation(
-                transaction, node_id=node.node_id, identity_generation=node.generation, reason="operator"
-            )
-    except BetterComputeError:
-        return
-    await asyncio.sleep(for_s)
-    stage.mend(node)
-
-
-def _with_disk(stage: Stage) -> Node | None:
-    """Draw a node whose journal is on a disk."""
-    having = [node for node in stage.nodes if node.has_disk]
-    return stage.rng.choice(having) if having else None
+def _name(host: Node | GatewayHost | WorkerHost) -> str:
+    return host.name if isinstance(host, GatewayHost | WorkerHost) else host.node_id
 
 
 def _gateway(stage: Stage) -> GatewayHost | None:
@@ -316,20 +175,24 @@ FAULTS: Mapping[str, Fault] = {
     "gateway-drain": gateway_drain,
     "gateway-partition": gateway_partition,
     "worker-crash": worker_crash,
-    "node-crash": node_crash,
-    "node-pause": node_pause,
-    "journal-lost": journal_lost,
+    "node-crash": node_faults.node_crash,
+    "node-pause": node_faults.node_pause,
+    "journal-lost": node_faults.journal_lost,
+    "journal-rollback": node_faults.journal_rollback,
+    "journal-damage": node_faults.journal_damage,
+    "disk-full": node_faults.disk_full,
+    "clone": node_faults.clone,
+    "revocation": node_faults.revocation,
+    "services-away": node_faults.services_away,
     "partition": partition,
     "connection-loss": connection_loss,
     "network-slow": network_slow,
-    "database-restart": database_restart,
-    "database-silent": database_silent,
-    "database-slow": database_slow,
-    "lost-commits": lost_commits,
+    "database-restart": database_faults.database_restart,
+    "database-standby": database_faults.database_standby,
+    "database-silent": database_faults.database_silent,
+    "database-slow": database_faults.database_slow,
+    "lost-commits": database_faults.lost_commits,
     "clock-step": clock_step,
-    "database-clock-step": database_clock_step,
-    "journal-rollback": journal_rollback,
-    "disk-full": disk_full,
-    "clone": clone,
-    "revocation": revocation,
+    "monotonic-leap": monotonic_leap,
+    "database-clock-step": database_faults.database_clock_step,
 }

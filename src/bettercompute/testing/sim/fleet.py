@@ -1,21 +1,35 @@
-"""Certificates and rows of the nodes of a simulation, as Join would have made them."""
+"""Who nodes of a simulation are: the keys of its control plane, and first identities, as Join would have made them.
+
+Renewing and joining anew go through the production JoinService behind the gateways.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509 import Certificate
 
-from bettercompute.pki import certificates, trust
+from bettercompute.pki import certificates, join_token, trust
 from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN, NodeIdentity
-from bettercompute.pki.trust import Trust, TrustContent
+from bettercompute.pki.join_token import JoinToken
+from bettercompute.pki.keyfiles import KeyFolder
+from bettercompute.pki.trust import Trust
+from bettercompute.services import pki_setup
+from bettercompute.services.installation import Installation, publish_trust
+from bettercompute.services.join import JoinService
+from bettercompute.services.keys import load_service_keys
+from bettercompute.store import tokens
+from bettercompute.store.database import Database, Queries
+from bettercompute.store.tokens import NewToken
 from bettercompute.testing.sim.postgres import SimulatedServer
 from bettercompute.world import World
 
 DAYS_365_MS = 365 * 86_400_000
+SITE = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,42 +43,96 @@ class Joined:
 
 
 class Registrar:
-    """Issues identities. One key serves every node: making thousands would take longer than their herd."""
+    """Holds the keys of the control plane, and issues first identities.
 
-    def __init__(self, server: SimulatedServer, *, world: World) -> None:
+    One key serves every node that has no disk: making thousands would take longer than their herd.
+    """
+
+    def __init__(
+        self,
+        server: SimulatedServer,
+        *,
+        world: World,
+        folder: Path,
+        gateways: Sequence[str] = (),
+        certificate_life_ms: int = certificates.NODE_LIFETIME_MS,
+    ) -> None:
+        self.certificate_life_ms = certificate_life_ms
+        self.away = False
+        """Whether the services are away: nobody joins or renews."""
         self._server = server
         self._world = world
-        now_ms = world.clock.now_ms()
-        self.key: EllipticCurvePrivateKey = certificates.generate_key()
-        self.authority = certificates.make_node_ca(serial=world.ids.random_bytes(16), now_ms=now_ms)
+        key_folder = KeyFolder(folder / "control-plane")
+        pki_setup.initialise(key_folder, world=world)
+        self._keys = load_service_keys(key_folder)
+        self._shared_key = certificates.generate_key()
+        self._installation = Installation(
+            trust_domain=DEFAULT_TRUST_DOMAIN,
+            gateway_urls=tuple(f"https://{name}:443" for name in gateways),
+            node_lifetime_ms=certificate_life_ms,
+        )
 
     def now_ms(self) -> int:
         """Return the control plane's time."""
         return self._server.now_ms()
 
-    def trust(self) -> Trust:
-        """Return the trust bundle that a join gives."""
-        public = self.key.public_key()
-        content = TrustContent(
-            trust_domain=DEFAULT_TRUST_DOMAIN,
-            command_roots=(),
-            join_signing_keys=(public,),
-            join_encryption_keys=(public,),
-            serving_ca_pins=("ab" * 32,),
-        )
-        return trust.sign(content, version=1, key=self.key, now_ms=self.now_ms())
+    # The services behind gateways
 
-    def join(self, node_id: str, *, generation: int = 1, public_key: EllipticCurvePublicKey | None = None) -> Joined:
+    def services(self, database: Database, *, world: World) -> JoinService:
+        """Return the production JoinService of a control plane's process."""
+        return JoinService(database, keys=self._keys, installation=self._installation, world=world)
+
+    async def publish(self, database: Database) -> None:
+        """Publish the trust bundle, as the first process of an installation does."""
+        await publish_trust(database, keys=self._keys, installation=self._installation, world=self._world)
+
+    async def new_token(self, queries: Queries, node_id: str, *, lifetime_ms: int = 86_400_000) -> str:
+        """Let an operator make a token for a node that is to join anew; return the printed string."""
+        secret = self._world.ids.random_bytes(join_token.SECRET_BYTES)
+        token = NewToken(
+            token_id=self._world.ids.uuid7(),
+            secret_sha256=bytes.fromhex(join_token.secret_sha256(secret)),
+            site=SITE,
+            role="node",
+            created_by="operator",
+            lifetime_ms=lifetime_ms,
+            node_id=node_id,
+        )
+        await tokens.create(queries, token)
+        printed = JoinToken(
+            secret=secret,
+            gateway_urls=self._installation.gateway_urls,
+            serving_ca_pins=(self._keys.serving_ca_pin,),
+            join_signing_key=self._keys.join_signing.public_key(),
+            join_encryption_key=self._keys.join_encryption.public_key(),
+        )
+        return join_token.format_token(printed)
+
+    def trust(self) -> Trust:
+        """Return the trust bundle that is published."""
+        [row] = self._server.query("SELECT signed_bundle FROM trust_bundles ORDER BY version DESC LIMIT 1")
+        return trust.read_own(row["signed_bundle"])
+
+    # First identities
+
+    def join(
+        self,
+        node_id: str,
+        *,
+        generation: int = 1,
+        public_key: EllipticCurvePublicKey | None = None,
+        life_ms: int = DAYS_365_MS,
+    ) -> Joined:
         """Issue an identity and record it; a later generation takes the place of the one before."""
-        joined = self._issue(node_id, public_key=public_key)
-        self._record(joined, generation=generation)
+        joined = self._issue(node_id, public_key=public_key, life_ms=life_ms)
+        self._record(joined, generation=generation, life_ms=life_ms)
         return joined
 
     def join_many(self, node_ids: Sequence[str]) -> list[Joined]:
         """Issue the first identity of many nodes and record all of them at once."""
-        joined = [self._issue(node_id, public_key=None) for node_id in node_ids]
+        joined = [self._issue(node_id, public_key=None, life_ms=DAYS_365_MS) for node_id in node_ids]
         columns = ([one.node_id for one in joined], [one.serial for one in joined])
-        query = self._server.query
+        query = self._server.write
         query(
             "INSERT INTO nodes (node_id, site, role, attestor)"
             " SELECT id, 'default', 'node', 'join-token' FROM unnest($1::text[]) AS id",
@@ -81,24 +149,25 @@ class Registrar:
         self._server.script("ANALYZE nodes, node_sessions, node_certs")
         return joined
 
-    def _issue(self, node_id: str, *, public_key: EllipticCurvePublicKey | None) -> Joined:
-        serial = self._world.ids.random_bytes(16)
+    def _issue(self, node_id: str, *, public_key: EllipticCurvePublicKey | None, life_ms: int) -> Joined:
+        authority = self._keys.node_ca
         leaf = certificates.make_node_leaf(
-            self.authority,
-            public_key=public_key or self.key.public_key(),
-            identity=NodeIdentity(trust_domain=DEFAULT_TRUST_DOMAIN, site="default", node_id=node_id, role="node"),
-            serial=serial,
+            authority,
+            public_key=public_key or self._shared_key.public_key(),
+            identity=NodeIdentity(trust_domain=DEFAULT_TRUST_DOMAIN, site=SITE, node_id=node_id, role="node"),
+            serial=self._world.ids.random_bytes(certificates.SERIAL_BYTES),
             now_ms=self.now_ms(),
+            lifetime_ms=life_ms,
         )
-        chain = (self._der(leaf), self._der(self.authority.certificate))
+        chain = (self._der(leaf), self._der(authority.certificate))
         return Joined(node_id, certificates.serial_text(leaf), chain)
 
     @staticmethod
     def _der(certificate: Certificate) -> bytes:
         return certificate.public_bytes(Encoding.DER)
 
-    def _record(self, joined: Joined, *, generation: int) -> None:
-        query = self._server.query
+    def _record(self, joined: Joined, *, generation: int, life_ms: int) -> None:
+        query = self._server.write
         if generation == 1:
             query(
                 "INSERT INTO nodes (node_id, site, role, attestor) VALUES ($1, 'default', 'node', 'join-token')",
@@ -114,5 +183,5 @@ class Registrar:
             joined.serial,
             joined.node_id,
             generation,
-            DAYS_365_MS,
+            life_ms,
         )

@@ -10,7 +10,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,6 +79,10 @@ class HerdOutcome:
     reasons: Mapping[str, int]
     pending_hellos_max: int
     statements_per_s: float
+    statements_per_s_max: float
+    """Over a second."""
+    dropped: int
+    """Nodes that had no session at the worst moment: all of them at power-on."""
     samples: tuple[Sample, ...]
     bugs: tuple[str, ...]
     real_s: float
@@ -102,6 +106,7 @@ class _Pen:
     began_s: float = 0.0
     dials_before: int = 0
     statements_before: int = 0
+    sampling: asyncio.Task[None] | None = None
 
     @property
     def daemons(self) -> list[FakeDaemon]:
@@ -116,6 +121,12 @@ class _Pen:
         self.dials_before, self.statements_before = self.network.dials, self.server.statements
         for daemon in self.daemons:
             daemon.endings.clear()
+        self.sampling = asyncio.create_task(self._sample_for_ever())
+
+    async def _sample_for_ever(self) -> None:
+        while True:
+            self.samples.append(_sample(self))
+            await asyncio.sleep(SAMPLE_S)
 
 
 def run(herd: Herd, *, dsn: str) -> HerdOutcome:
@@ -138,6 +149,8 @@ async def _run(herd: Herd, *, dsn: str, folder: Path) -> HerdOutcome:
             all_connected_s = await _until_connected(pen)
             bugs = tuple(violation.text for violation in verdict.violations)
             outcome = _outcome(pen, all_connected_s, bugs=bugs, real_s=time.perf_counter() - began)
+            assert pen.sampling is not None
+            pen.sampling.cancel()
             pen.server.weather.down = True
             tasks = [task for process in pen.cluster.processes for task in process.bury()]
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -153,8 +166,9 @@ def _pen(herd: Herd, *, dsn: str, folder: Path) -> _Pen:
     server = SimulatedServer(dsn, clock=clock, channels=CHANNELS)
     server.weather.latency_s = lambda: rng.uniform(0.0002, 0.001)
     network = Network(lambda: rng.uniform(0.001, 0.03))
-    cluster = Cluster(server, network, seed=str(herd.seed))
     names = tuple(f"gw{number}" for number in range(1, herd.gateways + 1))
+    registrar = Registrar(server, world=make_world(f"{herd.seed} herd", clock=clock), folder=folder, gateways=names)
+    cluster = Cluster(server, network, registrar=registrar, seed=str(herd.seed))
     for name in names:
         config = GatewayConfig(
             name=name,
@@ -165,7 +179,6 @@ def _pen(herd: Herd, *, dsn: str, folder: Path) -> _Pen:
         )
         cluster.start_gateway(cluster.add_gateway(config))
     cluster.start_worker(cluster.add_worker("worker1"))
-    registrar = Registrar(server, world=make_world(f"{herd.seed} herd", clock=clock))
     parts = NodeParts(
         network=network,
         gateways=names,
@@ -268,26 +281,34 @@ async def _connected_fleet(pen: _Pen) -> None:
 async def _until_connected(pen: _Pen) -> float | None:
     loop = asyncio.get_running_loop()
     while loop.time() - pen.began_s < GIVE_UP_S:
-        connected = pen.connected()
-        pen.samples.append(_sample(pen, connected))
-        if connected == len(pen.nodes):
+        if pen.connected() == len(pen.nodes):
+            pen.samples.append(_sample(pen))
             return loop.time() - pen.began_s
         await asyncio.sleep(SAMPLE_S)
     return None
 
 
-def _sample(pen: _Pen, connected: int) -> Sample:
+def _sample(pen: _Pen) -> Sample:
     lives = [host.gateway.life for host in pen.cluster.gateways.values() if host.gateway is not None]
     refused = [ended for daemon in pen.daemons for ended in daemon.endings if not ended.welcomed]
     refusals = sum(ended.status is not None for ended in refused)
     return Sample(
         at_s=asyncio.get_running_loop().time() - pen.began_s,
-        connected=connected,
+        connected=pen.connected(),
         attempts=pen.network.dials - pen.dials_before,
         refusals=refusals,
         failed_dials=len(refused) - refusals,
         pending_hellos=max((life.hellos.pending for life in lives if life is not None), default=0),
         statements=pen.server.statements - pen.statements_before,
+    )
+
+
+def _fullest_second(samples: Sequence[Sample]) -> float:
+    """Return the most statements within a second, over neighbouring samples."""
+    apart = round(1 / SAMPLE_S)
+    pairs = zip(samples, samples[apart:], strict=False)
+    return max(
+        ((later.statements - sample.statements) / (later.at_s - sample.at_s) for sample, later in pairs), default=0
     )
 
 
@@ -310,6 +331,8 @@ def _outcome(pen: _Pen, all_connected_s: float | None, *, bugs: tuple[str, ...],
         reasons=dict(sorted(reasons.items())),
         pending_hellos_max=max(sample.pending_hellos for sample in pen.samples),
         statements_per_s=last.statements / max(last.at_s, SAMPLE_S),
+        statements_per_s_max=_fullest_second(pen.samples),
+        dropped=pen.herd.nodes - min(sample.connected for sample in pen.samples),
         samples=tuple(pen.samples),
         bugs=bugs,
         real_s=real_s,

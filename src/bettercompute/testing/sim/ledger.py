@@ -61,7 +61,7 @@ WATCHED = (
     Watched("node_events", ("node_id", "journal_id", "seq"), ("event_id", "recovered")),
     Watched("node_event_gaps", ("node_id", "journal_id", "first_seq"), ("last_seq",)),
     Watched("leases", ("name",), ("draining",), ("expires_at", "retired_at")),
-    Watched("node_certs", ("serial",), ("node_id",), ("revoked_at",)),
+    Watched("node_certs", ("serial",), ("node_id",), ("revoked_at", "superseded_at", "not_after")),
 )
 _BY_TABLE = {watched.table: watched for watched in WATCHED}
 

@@ -13,10 +13,12 @@ EPOCH_MS = 1_893_456_000_000
 
 
 class SimulatedClock:
-    """The clocks of one host. Anybody may set the wall's; the monotonic one is the simulation's."""
+    """The clocks of one host. Anybody may set the wall's; the monotonic one is the simulation's, unless it leaps."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.wall_offset_ms = 0
+        self.leapt_ms = 0
+        """By how much the monotonic clock has leapt: forwards only, as the kernel promises."""
         self._loop = loop
 
     def now_ms(self) -> int:
@@ -25,7 +27,7 @@ class SimulatedClock:
 
     def monotonic_ms(self) -> int:
         """Return milliseconds since boot, suspended time included."""
-        return int(self._loop.time() * 1000)
+        return int(self._loop.time() * 1000) + self.leapt_ms
 
 
 class SeededDice:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bettercompute.testing.sim.fleet import Joined, Registrar
+from bettercompute.testing.sim.fleet import Registrar
 from bettercompute.testing.sim.machine import SimulatedClock
 from bettercompute.testing.sim.network import Network
 from bettercompute.testing.sim.process import SimulatedProcess
@@ -44,8 +44,6 @@ class Node(Protocol):
     """One host, its disk and its daemon."""
 
     clock: SimulatedClock
-    joined: Joined
-    generation: int
     process: SimulatedProcess | None
 
     has_disk: bool
@@ -54,6 +52,11 @@ class Node(Protocol):
     @property
     def node_id(self) -> str:
         """Return its id."""
+        ...
+
+    @property
+    def serial(self) -> str:
+        """Return the serial of the certificate that it shows."""
         ...
 
     @property
@@ -113,8 +116,12 @@ class Node(Protocol):
         """Start another machine with a copy of its disk."""
         ...
 
-    def rejoin(self) -> None:
-        """Take a new identity."""
+    def damage_journal(self) -> None:
+        """Kill it, flip bits of its journal, start it."""
+        ...
+
+    def rejoin(self, token: str) -> None:
+        """Take a new identity, for this join token."""
         ...
 
     def record_event(self, payload_json: str) -> None:

@@ -30,6 +30,9 @@ CREATE OR REPLACE FUNCTION compute_now() RETURNS timestamptz LANGUAGE sql STABLE
 # Planning costs more than running where tables are this small.
 _CHEAP = "SET plan_cache_mode = force_generic_plan; SET jit = off; SET synchronous_commit = off;"
 
+# Who looks and writes from outside the simulation.
+SIMULATOR = "simulator"
+
 
 @dataclass(frozen=True, slots=True)
 class Notification:
@@ -130,6 +133,7 @@ class SimulatedServer:
         self._clock = clock
         self._open: Link | None = None
         self._set: tuple[int, str] | None = None
+        self._read_only: bool | None = None
         self._links: dict[int, Link] = {}
         self._listeners: dict[str, dict[int, tuple[Link, Callable[[str], None]]]] = {}
         self._numbers = 0
@@ -145,9 +149,16 @@ class SimulatedServer:
 
     def query(self, sql: str, *arguments: Any) -> list[Row]:
         """Look at the tables from outside the simulation, at no virtual time."""
-        self._prepare("simulator")
+        self._prepare(SIMULATOR)
         rows: list[Row] = self._thread.call(lambda connection: connection.query(sql, *arguments))
         self._thread.heard()
+        return rows
+
+    def write(self, sql: str, *arguments: Any) -> list[Row]:
+        """Change rows from outside the simulation, at no virtual time, as if somebody had committed it."""
+        self._prepare(SIMULATOR)
+        rows: list[Row] = self._thread.call(lambda connection: connection.query(sql, *arguments))
+        self._committed(SIMULATOR)
         return rows
 
     def script(self, sql: str) -> None:
@@ -204,7 +215,7 @@ class SimulatedServer:
             raise Bug(f"{link.client} ends a transaction that is not open")
         self._open = None
         if not commit:
-            self._set = None  # SET is undone with the rest
+            self._set = self._read_only = None  # SET is undone with the rest
         self._thread.call(lambda connection: connection.script("COMMIT" if commit else "ROLLBACK"))
         self._committed(link.client)
 
@@ -222,12 +233,20 @@ class SimulatedServer:
 
     def _prepare(self, client: str, *, begin: bool = False) -> None:
         wanted = (self.now_ms(), client)
-        sql = "BEGIN;" if begin else ""
+        sql = self._standing(client) + ("BEGIN;" if begin else "")
         if self._set != wanted:
             sql += f"SET sim.now_ms = '{wanted[0]}'; SET sim.client = '{client}';"
         if sql:
             self._thread.call(lambda connection: connection.script(sql))
             self._set = wanted
+
+    def _standing(self, client: str) -> str:
+        """Return what makes the server a standby, or a primary again. Who looks from outside is never refused."""
+        wanted = self.weather.read_only and client != SIMULATOR
+        if wanted == self._read_only:
+            return ""
+        self._read_only = wanted
+        return f"SET default_transaction_read_only = {'on' if wanted else 'off'};"
 
     def _committed(self, client: str) -> None:
         self.transactions += 1

@@ -27,6 +27,8 @@ class Fleet:
     workers: int = 1
     streams_max: int = 5_000
     handshakes_per_s: float = 200
+    certificate_life_s: float = 86_400
+    """Of nodes that renew theirs: those with a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,8 @@ class Work:
     command_every_s: float = 5
     cancel_share: float = 0.15
     event_every_s: float = 8
-    spec_every_s: float = 120
+    spec_every_s: float = 30
+    abandon_every_s: float = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ def _nodes(stage: Stage) -> Iterator[tuple[str, str]]:
             yield "every reachable node is connected", f"{node.node_id} is not ({row}; {node.why})"
         elif state is None or state["state"] != "connected":
             yield "every reachable node is connected", f"{node.node_id} has a session, and its state is {state}"
+        elif state["applied_generation"] < state["spec_generation"]:
+            yield "every node comes to what is desired", f"{node.node_id}: {state}"
         if not node.idle:
             yield "nothing is owed", f"{node.node_id} waits for acks: {node.owed}"
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.store import channels
+from bettercompute.store.database import SERVER_LIMITS
 from bettercompute.testing.postgres import MEMORY
 from bettercompute.testing.sim import ledger, settling, work
 from bettercompute.testing.sim.bcd_node import BcdNode
@@ -95,6 +96,8 @@ async def _run(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Outc
     stage = _stage(scenario, seed=seed, dsn=dsn, folder=folder)
     try:
         with overhearing(stage.verdict):
+            await stage.registrar.publish(stage.operator)
+            _populate(stage)
             settled_s = await _phases(stage)
             violations = tuple(stage.verdict.violations)
             await _bury(stage)
@@ -127,13 +130,20 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Stage:
     server.weather.latency_s = _drawn(rng, scenario.times.database_ms)
     loop.disk_latency_s = _drawn(rng, scenario.times.disk_ms)
     network = Network(_drawn(rng, scenario.times.network_ms))
-    cluster = Cluster(server, network, seed=str(seed))
     world = make_world(f"{seed} simulator", clock=SimulatedClock(loop))
+    gateways = tuple(f"gw{number}" for number in range(1, scenario.fleet.gateways + 1))
+    registrar = Registrar(
+        server,
+        world=world,
+        folder=folder,
+        gateways=gateways,
+        certificate_life_ms=int(scenario.fleet.certificate_life_s * 1000),
+    )
+    cluster = Cluster(server, network, registrar=registrar, seed=str(seed))
     operator_process = cluster.new_process("operator")
     kept = ledger.Ledger()
     verdict = Verdict(server.now_ms)
     frames = FrameRules(kept, verdict, monotonic_ms=world.clock.monotonic_ms)
-    registrar = Registrar(server, world=world)
     stage = Stage(
         scenario=scenario,
         rng=rng,
@@ -146,14 +156,14 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Stage:
         verdict=verdict,
         transactions=TransactionRules(kept, verdict, monotonic_ms=world.clock.monotonic_ms),
         frames=frames,
-        operator=SimulatedDatabase(server, dice=world.dice, client=operator_process.name),
+        operator=SimulatedDatabase(server, dice=world.dice, client=operator_process.name, limits=SERVER_LIMITS),
         operator_process=operator_process,
         world=world,
         node_parts=NodeParts(
             network=network,
             registrar=registrar,
             folder=folder,
-            gateways=tuple(f"gw{number}" for number in range(1, scenario.fleet.gateways + 1)),
+            gateways=gateways,
             rng=rng,
             new_process=cluster.new_process,
             rules=frames,
@@ -161,7 +171,6 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Stage:
         ),
     )
     server.on_commit = stage.committed
-    _populate(stage)
     return stage
 
 
@@ -198,6 +207,9 @@ async def _phases(stage: Stage) -> float | None:
     working = [
         stage.operator_process.spawn(work.enqueue_for_ever(stage)),
         stage.operator_process.spawn(work.events_for_ever(stage)),
+        stage.operator_process.spawn(work.abandon_for_ever(stage)),
+        stage.operator_process.spawn(work.specs_for_ever(stage)),
+        stage.operator_process.spawn(work.attend_for_ever(stage)),
     ]
     await _while_sound(stage, asyncio.sleep(phases.calm_s))
     befalling = [asyncio.create_task(_befall(stage, plan)) for plan in stage.scenario.faults]
@@ -237,7 +249,7 @@ async def _settle(stage: Stage) -> float | None:
     if stage.running_faults:
         await asyncio.wait(stage.running_faults)
     for node in stage.nodes:
-        stage.mend(node)
+        await stage.mend(node)
     began_s = loop.time()
     left: list[tuple[str, str]] = []
     while loop.time() - began_s < stage.scenario.phases.settle_s:

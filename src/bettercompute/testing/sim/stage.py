@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bettercompute.errors import BetterComputeError
 from bettercompute.store.database import Database
 from bettercompute.testing.sim.cluster import Cluster, GatewayHost, WorkerHost
 from bettercompute.testing.sim.fleet import Registrar
@@ -66,12 +67,34 @@ class Stage:
         self.story.append(told)
         self.trace.update(told.encode())
 
-    def mend(self, node: Node) -> None:
-        """Give a node whose certificate was revoked a new one."""
-        row = self.ledger.row("node_certs", node.joined.serial)
-        if row is not None and row["revoked_at"] is not None:
-            node.rejoin()
-            self.tell(f"{node.node_id} has joined anew, generation {node.generation}")
+    async def mend(self, node: Node, *, why: str = "") -> None:
+        """Let an operator make a token for a node that cannot help itself, which then joins anew; `why` is the only
+        reason that counts, if it is given.
+        """
+        only, why = why, self._lost_identity(node)
+        while why and only in ("", why):
+            try:
+                token = await self.registrar.new_token(self.operator, node.node_id)
+            except BetterComputeError:
+                await asyncio.sleep(5)
+                why = self._lost_identity(node)
+            else:
+                self.tell(f"{node.node_id} joins anew: its certificate {why}")
+                node.rejoin(token)
+                return
+
+    def _lost_identity(self, node: Node) -> str:
+        """Return why a node needs a new identity, or nothing."""
+        row = self.ledger.row("node_certs", node.serial)
+        if row is None:
+            return ""
+        if row["revoked_at"] is not None:
+            return "was revoked"
+        if row["not_after"] <= self.server.now_ms():
+            return "has expired"
+        # The copy of a disk renews as the original does, and shuts it out. Nothing else may do that.
+        copied = node.node_id in self.frames.copied
+        return "was superseded by that of its copy" if copied and row["superseded_at"] is not None else ""
 
     def committed(self, client: str, heard: list[Notification]) -> None:
         """Judge a transaction and add it to the trace."""

@@ -41,15 +41,16 @@ class FrameRules:
         self._unseen: dict[str, bool] = {}
         """Of each command as it was last delivered: whether nothing of it was stored then."""
         self._epochs: dict[str, int] = {}
+        """At which epoch each machine was welcomed last."""
         self.told_events: dict[tuple[str, str], dict[int, str]] = {}
         """Ids of the events that were said, by seq, of each node's journals."""
 
-    def received(self, node_id: str, frame: messages.ServerFrame, *, stream: int) -> None:
-        """Judge what a node was told."""
+    def received(self, node_id: str, frame: messages.ServerFrame, *, stream: int, machine: str) -> None:
+        """Judge what a node was told; `machine` is the node's, or a clone's."""
         self.frames += 1
         match frame.WhichOneof("frame"):
             case "welcome":
-                self._welcome(node_id, frame.welcome)
+                self._welcome(node_id, frame.welcome, machine=machine)
             case "command":
                 self._command(node_id, frame.command, stream=stream)
             case "ack":
@@ -91,11 +92,12 @@ class FrameRules:
         text = f"{command_id} ({kind}) began {len(runs)} times at {node_id}: {runs}"
         self._verdict.broken("a command runs at most once unless retry-safe", text)
 
-    def _welcome(self, node_id: str, welcome: messages.Welcome) -> None:
-        last = self._epochs.get(node_id, 0)
+    def _welcome(self, node_id: str, welcome: messages.Welcome, *, machine: str) -> None:
+        # Of two machines with one identity, one may hear its Welcome after the other's later one.
+        last = self._epochs.get(machine, 0)
         if welcome.epoch <= last:
-            self._verdict.broken("epochs rise", f"{node_id} was welcomed at {welcome.epoch} after {last}")
-        self._epochs[node_id] = welcome.epoch
+            self._verdict.broken("epochs rise", f"{machine} was welcomed at {welcome.epoch} after {last}")
+        self._epochs[machine] = welcome.epoch
         self._overdrawn.discard(node_id)
         for command_id in self._running.get(node_id, ()):
             row = self._ledger.row("commands", command_id)
@@ -146,12 +148,13 @@ class FrameRules:
 class TappedCall:
     """A `ClientCall` whose frames are looked at."""
 
-    def __init__(self, call: ClientCall, *, node_id: str, rules: FrameRules) -> None:
+    def __init__(self, call: ClientCall, *, node_id: str, machine: str, rules: FrameRules) -> None:
         self.status: int | None = None
         self.status_message = ""
         self.trailers = NO_METADATA
         self._call = call
         self._node_id = node_id
+        self._machine = machine
         self._rules = rules
         rules.streams += 1
         self._stream = rules.streams
@@ -173,7 +176,8 @@ class TappedCall:
             self.status, self.trailers = self._call.status, self._call.trailers
             self.status_message = self._call.status_message
         else:
-            self._rules.received(self._node_id, messages.ServerFrame.FromString(message), stream=self._stream)
+            frame = messages.ServerFrame.FromString(message)
+            self._rules.received(self._node_id, frame, stream=self._stream, machine=self._machine)
         return message
 
     async def drained(self) -> None:
@@ -192,11 +196,12 @@ class TappedCall:
 class TappedConnection:
     """A `Connection` whose calls are tapped."""
 
-    def __init__(self, connection: MemoryConnection, *, node_id: str, rules: FrameRules) -> None:
+    def __init__(self, connection: MemoryConnection, *, node_id: str, machine: str, rules: FrameRules) -> None:
         self.server_certificate = connection.server_certificate
         self.serving_ca_pem = connection.serving_ca_pem
         self._connection = connection
         self._node_id = node_id
+        self._machine = machine
         self._rules = rules
 
     @property
@@ -216,7 +221,8 @@ class TappedConnection:
 
     async def call(self, path: str, metadata: Mapping[str, str] = NO_METADATA) -> TappedCall:
         """Open a call."""
-        return TappedCall(await self._connection.call(path, metadata), node_id=self._node_id, rules=self._rules)
+        call = await self._connection.call(path, metadata)
+        return TappedCall(call, node_id=self._node_id, machine=self._machine, rules=self._rules)
 
     async def unary(
         self, path: str, request: bytes, *, metadata: Mapping[str, str] = NO_METADATA, timeout_s: float

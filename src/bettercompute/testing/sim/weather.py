@@ -22,5 +22,7 @@ class Weather:
     fate: Callable[[str], str] = lambda _client: Fate.FINE
     down: bool = False
     """Connections are refused."""
+    read_only: bool = False
+    """It is a standby: whoever writes is refused."""
     silent: bool = False
     """Nothing answers: packets are dropped."""

@@ -1,4 +1,4 @@
-"""What operators and nodes do while a simulation runs: commands, cancels, events."""
+"""What operators and nodes do while a simulation runs: commands, cancels, specs, events."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import asyncio
 import json
 
 from bettercompute import telemetry
+from bettercompute.delivery.desired_state import next_generation
+from bettercompute.delivery.spec_generations import Circumstances, compose
+from bettercompute.delivery.spec_values import TUNNELS_MAX
 from bettercompute.errors import BetterComputeError
+from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, pack_payload
-from bettercompute.store import commands
+from bettercompute.store import commands, specs, waiting
+from bettercompute.store.database import Transaction
 from bettercompute.testing.sim.node import DURATIONS_S
 from bettercompute.testing.sim.stage import Stage
 
 NOT_AFTER_MS = (60_000, 600_000)
 BURSTS = (1, 1, 1, 1, 1, 1, 4, 12)
+IN_FLIGHT = (2, 3, 4)
+ATTEND_EVERY_S = 60
+# How often a spec differs from the one before in one section only, and so goes out as a patch.
+PATCH_SHARE = 0.7
 
 
 async def enqueue_for_ever(stage: Stage) -> None:
@@ -80,6 +89,75 @@ async def _cancel_later(stage: Stage, command_id: str) -> None:
             )
     except BetterComputeError as error:
         stage.tell(f"{command_id} was not cancelled: {error.message}")
+
+
+async def abandon_for_ever(stage: Stage) -> None:
+    """Let an administrator give up on commands that are in flight, now and then."""
+    every_s = stage.scenario.work.abandon_every_s
+    while every_s:
+        await asyncio.sleep(stage.rng.expovariate(1 / every_s))
+        flying = [key for key, row in sorted(stage.ledger.rows["commands"].items()) if row["state"] in IN_FLIGHT]
+        if not flying:
+            continue
+        [command_id] = stage.rng.choice(flying)
+        try:
+            async with stage.operator.transaction() as transaction:
+                await waiting.abandon(
+                    transaction,
+                    command_id=command_id,
+                    abandoned_by="operator",
+                    why="a simulation",
+                    outbox_id=stage.world.ids.uuid7(),
+                    event_type=telemetry.EVENT_COMMAND_FINISHED,
+                )
+        except BetterComputeError as error:
+            stage.tell(f"{command_id} was not abandoned: {error.message}")
+
+
+async def attend_for_ever(stage: Stage) -> None:
+    """Let an operator look after nodes whose certificate has expired, from time to time."""
+    while True:
+        await asyncio.sleep(ATTEND_EVERY_S)
+        for node in stage.nodes:
+            await stage.mend(node, why="has expired")
+
+
+async def specs_for_ever(stage: Stage) -> None:
+    """Desire something else of a node, again and again: one section, several, or nothing any more."""
+    every_s = stage.scenario.work.spec_every_s
+    while every_s:
+        await asyncio.sleep(stage.rng.expovariate(1 / every_s))
+        node_id = stage.rng.choice(stage.nodes).node_id
+        try:
+            async with stage.operator.transaction() as transaction:
+                await _desire(stage, transaction, node_id=node_id)
+        except BetterComputeError as error:
+            stage.tell(f"nothing new is desired of {node_id}: {error.message}")
+
+
+async def _desire(stage: Stage, transaction: Transaction, *, node_id: str) -> None:
+    locked = await specs.lock(transaction, node_id=node_id)
+    assert locked is not None, "every node has joined"
+    spec = messages.NodeSpec()
+    if locked.body is not None and stage.rng.random() < PATCH_SHARE:
+        spec.CopyFrom(locked.body.full)
+    if stage.rng.random() < PATCH_SHARE:
+        spec.daemon.status_interval_ms = stage.rng.randrange(60_000, 600_000)
+    else:
+        spec.access.tunnels_max = stage.rng.randrange(1, TUNNELS_MAX)
+    new = compose(
+        spec,
+        before=locked.body,
+        of=Circumstances(
+            node_id=node_id,
+            trust_domain=DEFAULT_TRUST_DOMAIN,
+            generation=next_generation(locked.generations),
+            issued_at_ms=locked.now_ms,
+        ),
+    )
+    await specs.publish(
+        transaction, new, node_id=node_id, issued_at_ms=locked.now_ms, issued_by="operator", why="a simulation"
+    )
 
 
 async def events_for_ever(stage: Stage) -> None:
