@@ -118,11 +118,13 @@ def join(options: argparse.Namespace) -> int:
         environment=environment(),
         world=system_world(),
     )
-    record = asyncio.run(join_here(joining)).record
+    joined = asyncio.run(join_here(joining))
     if options.json:
-        _print_json({"node_id": record.node_id, "site": record.site, "role": record.role})
+        _print_json(asdict(joined))
     else:
-        _note(f"joined as {record.node_id} (site {record.site}, role {record.role}); start it with `bcd node`")
+        _note(
+            f"joined as {joined.node_id} (site {joined.site}, role {joined.role}); `bcd node` runs it, if none runs yet"
+        )
     return 0
 
 
@@ -157,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, rejoin, help_ in (
         ("join", False, "get this machine an identity, with a token from `better-compute token create`"),
-        ("rejoin", True, "replace this machine's identity by a new one; its journal stays"),
+        ("rejoin", True, "replace this machine's identity by a new one, also of a running daemon; its journal stays"),
     ):
         joining = _command(commands, name, join, help_)
         joining.set_defaults(rejoin=rejoin)

@@ -19,9 +19,11 @@ import structlog
 from bettercompute import __version__
 from bettercompute.daemon import config as configuration
 from bettercompute.daemon import logs, machine
+from bettercompute.daemon.control import ControlServer, Rejoined, RejoinRequest
 from bettercompute.daemon.group_commit import Journal
 from bettercompute.daemon.identity import Identity
 from bettercompute.daemon.journal_files import FolderLock
+from bettercompute.daemon.maintenance import Joining, join_with, rejoined
 from bettercompute.daemon.node_round import NodeParts, NodeRound, boot_id_of
 from bettercompute.errors import Refused, Unavailable
 from bettercompute.protocol.statuses import Reason, refuse
@@ -44,6 +46,8 @@ class Agent:
         open_journal: Callable[..., Awaitable[Journal]] = Journal.open,
     ) -> None:
         self.stop = asyncio.Event()
+        self._renamed = asyncio.Event()
+        self._rejoining = asyncio.Lock()
         self.round: NodeRound | None = None
         self._parts = parts
         self._config_path = config_path
@@ -85,13 +89,17 @@ class Agent:
             return
         try:
             identity = await self._identity()
+            self._renamed.clear()
             self.round = NodeRound(self._parts, journal=journal, identity=identity, boot_id=boot_id_of(self._parts))
+            control = ControlServer(self._parts.config.value.state_dir, self._rejoin)
             try:
                 await self.round.start()
+                await control.start()
                 self._parts.notifier.ready()
                 log.info("bcd runs", node_id=identity.record.node_id, version=__version__)
                 await self._until_ended(self.round, journal)
             finally:
+                await control.close()
                 await self.round.close()
         finally:
             await journal.close()
@@ -100,8 +108,9 @@ class Agent:
         stopped = asyncio.ensure_future(self.stop.wait())
         damaged = asyncio.ensure_future(journal.damaged.wait())
         failed = asyncio.ensure_future(running.failed())
+        renamed = asyncio.ensure_future(self._renamed.wait())
         try:
-            await asyncio.wait({stopped, damaged, failed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopped, damaged, failed, renamed}, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 self._parts.notifier.stopping()
             if damaged.done():
@@ -109,9 +118,39 @@ class Agent:
             elif failed.done():
                 failed.result()
         finally:
-            for task in (stopped, damaged, failed):
+            for task in (stopped, damaged, failed, renamed):
                 task.cancel()
-            await asyncio.gather(stopped, damaged, failed, return_exceptions=True)
+            await asyncio.gather(stopped, damaged, failed, renamed, return_exceptions=True)
+
+    async def _rejoin(self, request: RejoinRequest) -> Rejoined:
+        """Join anew by a token that an operator handed over; a node of another name begins another round."""
+        if self._rejoining.locked():
+            raise refuse(Reason.CONFLICT, "another re-join of this node is under way: wait for it, or end it")
+        running, parts = self.round, self._parts
+        assert running is not None, "the control socket lives inside a round"
+        async with self._rejoining:
+            log.info("joining anew by a token that was handed over")
+            joining = Joining(
+                config=parts.config.value,
+                token=request.token,
+                role=request.role,
+                node_id=request.node_id,
+                attestor=request.attestor,
+                evidence=bytes.fromhex(request.evidence_hex),
+                rejoin=True,
+                environment=parts.environment,
+                world=parts.world,
+                dial=parts.dial,
+            )
+            before = running.life.present
+            identity = await join_with(parts.identities, joining, root=parts.root())
+            names = [(known.node.spiffe_id, known.record.role) for known in (before, identity)]
+            if self.round is running and names[0] == names[1]:
+                running.life.replaced(identity)
+            else:
+                log.warning("this node has another name now: beginning anew", node_id=identity.record.node_id)
+                self._renamed.set()
+            return rejoined(identity)
 
     async def _open_journal(self) -> Journal | None:
         """Open the journal, waiting while its disk is full or read-only; None when told to stop meanwhile."""

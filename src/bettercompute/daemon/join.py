@@ -29,6 +29,9 @@ from bettercompute.world import Clock, World
 # Long enough for a herd of ten thousand to pass, short enough for a provisioning tool.
 GIVE_UP_AFTER_MS = 10 * 60 * 1000
 
+# Named by the protocol, and shown nothing for yet.
+LATER = frozenset({"cloud-iid", "tpm"})
+
 log = structlog.get_logger("bcd.join")
 
 
@@ -89,9 +92,13 @@ async def join(store: IdentityStore, settings: JoinSettings, *, world: World, di
 def _evidence(settings: JoinSettings, token: JoinToken, *, clock: Clock) -> Evidence:
     if settings.attestor == JOIN_TOKEN:
         return TokenEvidence(token=token, clock=clock)
+    if settings.attestor in LATER:
+        raise refuse(
+            Reason.ATTESTOR_UNKNOWN,
+            f"attestor {settings.attestor} is not supported by this version of bcd: join by {JOIN_TOKEN}",
+        )
     raise refuse(
-        Reason.ATTESTOR_UNKNOWN,
-        f"this bcd has no evidence for attestor {settings.attestor[:40]!a}: join by {JOIN_TOKEN}",
+        Reason.ATTESTOR_UNKNOWN, f"attestor {settings.attestor[:40]!a} is not known to bcd: join by {JOIN_TOKEN}"
     )
 
 

@@ -1,11 +1,12 @@
-"""What an operator does to a node that is stopped: join it, check its journal, reset its clock.
+"""What an operator does to a node beside running it: join it, check its journal, reset its clock.
 
-Each takes the state folder's lock, so that it never works under a running daemon's hands. See docs/daemon.md,
-"Setting it up".
+Each takes the state folder's lock, so that it never works under a running daemon's hands; only a re-join is handed to
+the daemon that runs. See docs/daemon.md, "Setting it up", "A new token for a running daemon".
 """
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bettercompute import __version__
-from bettercompute.daemon import machine
+from bettercompute.daemon import control, machine
 from bettercompute.daemon.config import Config
+from bettercompute.daemon.control import Rejoined, RejoinRequest
+from bettercompute.daemon.evidence import JOIN_TOKEN
 from bettercompute.daemon.identity import Identity, IdentityStore
 from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.daemon.join import JoinSettings, join
@@ -43,26 +46,59 @@ class Joining:
     rejoin: bool
     environment: Mapping[str, str]
     world: World
+    attestor: str = JOIN_TOKEN
+    evidence: bytes = field(default=b"", repr=False)
+    """What the attestor wants beside the token."""
     dial: Dial | None = None
 
 
-async def join_here(joining: Joining) -> Identity:
-    """Join this machine and return its identity."""
-    config, root = joining.config, HostRoot.live()
-    with _locked(config.state_dir, make=True):
-        settings = JoinSettings(
+async def join_here(joining: Joining) -> Rejoined:
+    """Join this machine, or have the daemon that runs on it join anew, and return who the node is."""
+    config = joining.config
+    try:
+        with _locked(config.state_dir, make=True):
+            identity = await join_with(IdentityStore(config.state_dir), joining, root=HostRoot.live())
+    except Unavailable as error:
+        if error.reason != FolderLock.HELD:
+            raise
+        if not joining.rejoin:
+            raise Unavailable(
+                f"{error.message}; a new token is handed to it by `bcd rejoin`", reason=error.reason
+            ) from error
+        request = RejoinRequest(
             token=joining.token,
-            daemon_version=__version__,
             role=joining.role,
             node_id=joining.node_id,
-            hardware=machine.hardware_claims(root, boot_id=machine.read_boot_id(root, config.reboot.boot_id_file)),
-            machine=machine.read_machine(root),
-            gateway_url=config.gateway_url,
-            server_name=config.gateway_server_name or None,
-            environment=joining.environment,
-            rejoin=joining.rejoin,
+            attestor=joining.attestor,
+            evidence_hex=joining.evidence.hex(),
         )
-        return await join(IdentityStore(config.state_dir), settings, world=joining.world, dial=joining.dial)
+        return await asyncio.to_thread(control.ask, config.state_dir, request)
+    return rejoined(identity)
+
+
+async def join_with(identities: IdentityStore, joining: Joining, *, root: HostRoot) -> Identity:
+    """Join and return the identity, which is on disk then; the caller holds the state folder."""
+    config = joining.config
+    settings = JoinSettings(
+        token=joining.token,
+        daemon_version=__version__,
+        role=joining.role,
+        node_id=joining.node_id,
+        attestor=joining.attestor,
+        hardware=machine.hardware_claims(root, boot_id=machine.read_boot_id(root, config.reboot.boot_id_file)),
+        machine=machine.read_machine(root),
+        gateway_url=config.gateway_url,
+        server_name=config.gateway_server_name or None,
+        environment=joining.environment,
+        rejoin=joining.rejoin,
+    )
+    return await join(identities, settings, world=joining.world, dial=joining.dial)
+
+
+def rejoined(identity: Identity) -> Rejoined:
+    """Return who the node is now."""
+    record = identity.record
+    return Rejoined(node_id=record.node_id, site=record.site, role=record.role)
 
 
 def check_journal(state_dir: Path) -> dict[str, object]:

@@ -1,8 +1,7 @@
 """What `bcd status` shows: asked of the living daemon over a socket in its state folder.
 
-A file would still say "connected" after a kill -9 or while the process hangs; an answer cannot. The socket is the
-owner's alone. Its address goes through /proc/self/fd, because a state folder may be longer than the 108 bytes that
-an address holds. See docs/daemon.md, "When it is not connected"; decisions 0084.
+A file would still say "connected" after a kill -9 or while the process hangs; an answer cannot. See docs/daemon.md,
+"When it is not connected"; decisions 0084.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bettercompute.daemon import local_socket
 from bettercompute.errors import Unavailable
 
 SOCKET_NAME = "bcd.sock"
@@ -87,13 +85,7 @@ class StatusServer:
 
     async def start(self) -> None:
         """Listen. The folder's lock is held, so a socket that is there belongs to nobody."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        with _address(self._state_dir) as address:
-            with contextlib.suppress(FileNotFoundError):
-                (self._state_dir / SOCKET_NAME).unlink()
-            listener.bind(address)
-        (self._state_dir / SOCKET_NAME).chmod(0o600)
-        self._server = await asyncio.start_unix_server(self._answer, sock=listener)
+        self._server = await local_socket.serve(self._state_dir, SOCKET_NAME, self._answer)
 
     async def close(self) -> None:
         """Stop listening."""
@@ -111,43 +103,21 @@ class StatusServer:
 
 def ask(state_dir: Path) -> DaemonStatus:
     """Return the status of the daemon that holds `state_dir`; raise `Unavailable` saying why there is none."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as asking:
-        asking.settimeout(ANSWER_TIMEOUT_S)
-        try:
-            with _address(state_dir) as address:
-                asking.connect(address)
-            answer = b"".join(_received(asking))
-            return _parsed(json.loads(answer))
-        except (FileNotFoundError, ConnectionRefusedError):
-            problem = "no bcd runs there: start it with `bcd node`, or `systemctl start bcd`"
-        except TimeoutError:
-            problem = f"bcd did not answer within {ANSWER_TIMEOUT_S:g} s: it hangs, or the host is overloaded"
-        except PermissionError:
-            problem = "only its owner may ask: run `bcd status` as the user that bcd runs as, or as root"
-        except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-            problem = f"bcd's answer cannot be read: {error}"
+    try:
+        with local_socket.connect(state_dir, SOCKET_NAME, timeout_s=ANSWER_TIMEOUT_S) as asking:
+            return _parsed(json.loads(local_socket.received(asking, limit=ANSWER_BYTES_MAX)))
+    except (FileNotFoundError, ConnectionRefusedError):
+        problem = "no bcd runs there: start it with `bcd node`, or `systemctl start bcd`"
+    except TimeoutError:
+        problem = f"bcd did not answer within {ANSWER_TIMEOUT_S:g} s: it hangs, or the host is overloaded"
+    except PermissionError:
+        problem = "only its owner may ask: run `bcd status` as the user that bcd runs as, or as root"
+    except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        problem = f"bcd's answer cannot be read: {error}"
     raise Unavailable(f"state_dir {state_dir}: {problem}", reason="not-running")
-
-
-def _received(asking: socket.socket) -> Iterator[bytes]:
-    size_bytes = 0
-    while piece := asking.recv(65_536):
-        size_bytes += len(piece)
-        if size_bytes > ANSWER_BYTES_MAX:
-            raise ValueError(f"it is over {ANSWER_BYTES_MAX} bytes")
-        yield piece
 
 
 def _parsed(values: dict[str, Any]) -> DaemonStatus:
     conditions = tuple(ConditionStatus(**condition) for condition in values.pop("conditions"))
     running = tuple(values.pop("running_commands"))
     return DaemonStatus(**values, conditions=conditions, running_commands=running)
-
-
-@contextlib.contextmanager
-def _address(state_dir: Path) -> Iterator[str]:
-    folder = os.open(state_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{SOCKET_NAME}"
-    finally:
-        os.close(folder)

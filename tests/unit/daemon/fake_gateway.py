@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,12 @@ from google.protobuf.message import Message
 
 from bettercompute.daemon.config import Config
 from bettercompute.daemon.identity import IdentityStore, Issued, Machine, Purpose
-from bettercompute.pki import certificates, trust
+from bettercompute.pki import certificates, join_token, signatures, trust
 from bettercompute.pki.certificates import Authority
 from bettercompute.pki.identity import NodeIdentity
 from bettercompute.pki.trust import CommandRoot, TrustContent
 from bettercompute.protocol import messages, service
+from bettercompute.protocol.envelopes import join_response_input
 from bettercompute.protocol.kinds import pack_payload
 from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER
 from bettercompute.system import system_world
@@ -81,6 +83,65 @@ def join(
         server_time_ms=now_ms,
     )
     store.install(Purpose.JOIN, request, issued, machine=Machine())
+
+
+def token_of(keys: ControlPlane) -> str:
+    """Return a join token of this control plane, as `token create` prints it."""
+    return join_token.format_token(
+        join_token.JoinToken(
+            secret=bytes(32),
+            gateway_urls=("https://gw-a:443",),
+            serving_ca_pins=("ab" * 32,),
+            join_signing_key=keys.signing.public_key(),
+            join_encryption_key=keys.signing.public_key(),
+        )
+    )
+
+
+def admit(
+    keys: ControlPlane, *, node_id: str = NODE_ID, site: str = "default", generation: int = 2
+) -> Callable[[ServerCall, messages.JoinRequest], None]:
+    """Answer each Join as JoinService does: the same request gets the same certificate."""
+
+    def answer(call: ServerCall, request: messages.JoinRequest) -> None:
+        now_ms = system_world().clock.now_ms()
+        named = NodeIdentity(trust_domain="bc.local", site=site, node_id=node_id, role="node")
+        leaf = certificates.make_node_leaf(
+            keys.node_ca,
+            public_key=certificates.check_csr(request.csr),
+            identity=named,
+            serial=hashlib.sha256(request.csr).digest()[:16],
+            now_ms=now_ms,
+        )
+        content = TrustContent(
+            trust_domain="bc.local",
+            command_roots=(),
+            join_signing_keys=(keys.signing.public_key(),),
+            join_encryption_keys=(keys.signing.public_key(),),
+            serving_ca_pins=("ab" * 32,),
+        )
+        body = messages.JoinResponseBody(
+            node_id=node_id,
+            site=site,
+            trust_domain="bc.local",
+            certificate_chain=(
+                leaf.public_bytes(Encoding.DER),
+                keys.node_ca.certificate.public_bytes(Encoding.DER),
+            ),
+            trust=messages.SignedTrustBundle.FromString(
+                trust.sign(content, version=1, key=keys.signing, now_ms=now_ms).signed
+            ),
+            gateway_urls=("https://gw-a:443",),
+            server_time_ms=now_ms,
+            csr_sha256=hashlib.sha256(request.csr).digest(),
+            identity_generation=generation,
+            role=messages.AGENT_ROLE_NODE,
+        ).SerializeToString()
+        signature = signatures.sign(keys.signing, join_response_input(body))
+        call.send(messages.JoinResponse(body=body, signature=signature).SerializeToString())
+        call.finish(0)
+
+    return answer
 
 
 class FakeSession:

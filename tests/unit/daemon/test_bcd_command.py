@@ -185,7 +185,9 @@ def test_a_join_takes_its_token_from_option_file_or_standard_input(
     async def join_here(joining: Joining):
         asked.append(joining)
         join(joining.config)
-        return IdentityStore(joining.config.state_dir).load()
+        identity = IdentityStore(joining.config.state_dir).load()
+        assert identity is not None
+        return maintenance.rejoined(identity)
 
     monkeypatch.setattr(maintenance, "join_here", join_here)
     (tmp_path / "token").write_text("from-file\n")

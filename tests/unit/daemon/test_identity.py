@@ -397,6 +397,12 @@ def renew(store: IdentityStore, plane: ControlPlane) -> None:
     obtain(store, plane, purpose=Purpose.RENEW, label=identity.record.certificate_serial)
 
 
+def rejoin(store: IdentityStore, plane: ControlPlane) -> None:
+    identity = store.load()
+    assert identity is not None
+    obtain(store, plane, purpose=Purpose.REJOIN, label=identity.record.certificate_serial)
+
+
 def join_elsewhere(store: IdentityStore, plane: ControlPlane) -> None:
     plane.node_id = "n2"
     obtain(store, plane, label="t2")
@@ -410,6 +416,7 @@ def write_marks(store: IdentityStore, plane: ControlPlane) -> None:
 SCENARIOS: list[Scenario] = [
     ("join", nothing, obtain),
     ("renew", obtain, renew),
+    ("re-join", obtain, rejoin),
     ("join elsewhere", obtain, join_elsewhere),
     ("marks", obtain, write_marks),
 ]
