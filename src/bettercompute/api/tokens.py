@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_der_public_key
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
 from bettercompute.api.auth import Principal, Role, require
-from bettercompute.api.context import Context
+from bettercompute.api.context import Context, JoinEndpoint
 from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page
 from bettercompute.api.shapes import TokenShape, token_shape
 from bettercompute.api.storable import Body, Id, Text
-from bettercompute.pki import join_token
+from bettercompute.pki import join_token, rotation
 from bettercompute.pki.identity import check_node_id, check_role, check_site
+from bettercompute.pki.rotation import KeyStage, Purpose, TrustedKey
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import tokens
+from bettercompute.store import trust as stored_trust
 
 TTL_MS = 24 * 3_600_000
 # A token that lies about for longer than a month is a key under the mat.
@@ -49,7 +54,7 @@ async def create(
     site = check_site(request.site or context.site)
     secret = context.world.ids.random_bytes(join_token.SECRET_BYTES)
     token_id = context.world.ids.uuid7()
-    endpoint = context.join_endpoint
+    endpoint = _in_use(context.join_endpoint, await stored_trust.keys(context.database))
     text = join_token.format_token(
         join_token.JoinToken(
             secret=secret,
@@ -74,6 +79,26 @@ async def create(
     made = await tokens.get(context.database, token_id=token_id)
     assert made is not None, "the transaction committed"
     return NewTokenShape(**token_shape(made).model_dump(), token=text)
+
+
+def _in_use(endpoint: JoinEndpoint, keys: Sequence[TrustedKey]) -> JoinEndpoint:
+    """Return what a token of now pins: the join keys in use, and every serving CA that a gateway may show."""
+    join_keys = rotation.in_stage(keys, Purpose.JOIN_SIGNING, KeyStage.CURRENT)
+    pins = tuple(key.key_sha256 for key in rotation.trusted(keys, Purpose.SERVING_CA))
+    if not join_keys or not pins:
+        return endpoint
+    return JoinEndpoint(
+        gateway_urls=endpoint.gateway_urls,
+        serving_ca_pins=pins,
+        join_signing_key=_public_key(join_keys[0].public_der),
+        join_encryption_key=_public_key(join_keys[0].companion_der),
+    )
+
+
+def _public_key(spki_der: bytes) -> ec.EllipticCurvePublicKey:
+    key = load_der_public_key(spki_der)
+    assert isinstance(key, ec.EllipticCurvePublicKey), "it was checked before it was stored"
+    return key
 
 
 @router.get("")

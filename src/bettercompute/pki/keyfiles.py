@@ -279,8 +279,9 @@ class KeyFolder:
         make_folders(self._disk, self.folder)
         replace_file(self._disk, self.folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM))
 
-    def write_pem(self, name: str, pem: bytes) -> None:
-        """Write NAME.pem as it is, in place of what is there."""
+    def write_list(self, name: str, pem: bytes) -> None:
+        """Write NAME.pem as it is, in place of what is there: certificates whose keys may stay elsewhere."""
+        make_folders(self._disk, self.folder)
         replace_file(self._disk, self.folder / f"{name}.pem", pem)
 
     def move(self, file_name: str, new_name: str) -> None:

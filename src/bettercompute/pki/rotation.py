@@ -125,19 +125,22 @@ def trusted(keys: Sequence[TrustedKey], purpose: Purpose) -> tuple[TrustedKey, .
     return tuple(key for stage in order for key in in_stage(keys, purpose, stage))
 
 
-def adopt(keys: Sequence[TrustedKey], own: TrustedKey) -> tuple[TrustedKey, ...]:
-    """Return the keys once a process that holds `own` in its folder has started.
+def adopt(keys: Sequence[TrustedKey], held: Sequence[TrustedKey]) -> tuple[TrustedKey, ...]:
+    """Return the keys once a process has started whose folder holds these of one purpose, that of the plain name first.
 
-    The first start founds the installation. Later a key that was never heard of means that the database was restored
-    from before its rotation: it is added as the one in use, for nothing is lost by trusting more. A key that was
-    retired is refused INVALID_CONFIG: that folder is a copy from before.
+    The first start founds the installation. Later a folder without the key in use, whose own was never heard of, means
+    that the database was restored from before a rotation: the key is added as the one in use, for nothing is lost by
+    trusting more. A key that was retired is refused INVALID_CONFIG: that folder is a copy from before.
     """
-    known = next((key for key in keys if (key.purpose, key.key_sha256) == (own.purpose, own.key_sha256)), None)
-    if known is None:
+    own = held[0]
+    stages = {key.key_sha256: key.stage for key in keys if key.purpose is own.purpose}
+    if any(stages.get(key.key_sha256) is KeyStage.CURRENT for key in held):
+        return tuple(keys)
+    if own.key_sha256 not in stages:
         replaced = in_stage(keys, own.purpose, KeyStage.CURRENT)
         before = (replace(key, stage=KeyStage.PREVIOUS) if key in replaced else key for key in keys)
         return (*before, replace(own, stage=KeyStage.CURRENT))
-    if known.stage is KeyStage.RETIRED:
+    if stages[own.key_sha256] is KeyStage.RETIRED:
         raise refuse(
             Reason.INVALID_CONFIG,
             f"the key folder's {own.purpose} ({own.key_sha256[:16]}) was retired: it is a copy from before a rotation; "

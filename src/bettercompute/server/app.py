@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -50,7 +49,7 @@ from bettercompute.server.keys import (
 )
 from bettercompute.services.installation import Installation, publish_trust
 from bettercompute.services.join import JoinService
-from bettercompute.services.keys import ServiceKeys, load_service_keys
+from bettercompute.services.keys import KeyRing
 from bettercompute.services.provision import ProvisionService
 from bettercompute.services.rotating import RotationService
 from bettercompute.store import controller_runs, migrations, sessions
@@ -92,7 +91,7 @@ class _Joining:
     """JoinService in this process, and what it is made of."""
 
     database: Database
-    keys: ServiceKeys
+    keys: KeyRing
     installation: Installation
     service: JoinService
 
@@ -192,7 +191,7 @@ async def _open_joining(
     stack: contextlib.AsyncExitStack, config: Config, *, dsn: str, roles: frozenset[Role], world: World
 ) -> _Joining:
     folder = KeyFolder(config.pki_path)
-    keys = load_service_keys(folder)
+    keys = KeyRing(folder)
     advertised = advertised_url(config, folder, gateway_is_here=Role.GATEWAY in roles)
     installation = Installation(
         trust_domain=config.pki.trust_domain,
@@ -201,7 +200,7 @@ async def _open_joining(
         node_lifetime_ms=config.pki.node_certificate_s * 1000,
     )
     database = await _open_database(stack, config, dsn, world)
-    await publish_trust(database, keys=keys, installation=installation, world=world)
+    await publish_trust(database, keys=keys.read(), installation=installation, world=world)
     service = JoinService(database, keys=keys, installation=installation, world=world)
     return _Joining(database=database, keys=keys, installation=installation, service=service)
 
@@ -246,6 +245,7 @@ def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database:
         holder=holder,
         keep=Keep(commands_ms=keep_ms, outbox_ms=keep_ms, events_ms=keep_ms),
         signing=_signing(config, world=world),
+        registry=registry,
     )
     worker.start()
     stack.push_async_callback(worker.stop)
@@ -320,16 +320,16 @@ def _start_api(
         doctor=make_doctor(config, database=joining.database, dsn=dsn, world=world),
         join_endpoint=JoinEndpoint(
             gateway_urls=installation.gateway_urls,
-            serving_ca_pins=(keys.serving_ca_pin,),
-            join_signing_key=keys.join_signing.public_key(),
-            join_encryption_key=keys.join_encryption.public_key(),
+            serving_ca_pins=(keys.read().serving_ca_pin,),
+            join_signing_key=keys.read().join_signing.public_key(),
+            join_encryption_key=keys.read().join_encryption.public_key(),
         ),
         provisioner=ProvisionService(joining.database, keys=keys, installation=installation, world=world),
         trust_domain=config.pki.trust_domain,
         site=config.pki.site,
         trust=RotationService(
             joining.database,
-            keys=partial(load_service_keys, KeyFolder(config.pki_path)),
+            keys=keys.read,
             installation=installation,
             signing=signing,
             world=world,

@@ -52,8 +52,8 @@ async def publish_trust(
         await stored_trust.lock(transaction)
         before = await stored_trust.keys(transaction)
         after = before
-        for own in keys.own():
-            after = rotation.adopt(after, own)
+        for held in keys.by_purpose():
+            after = rotation.adopt(after, held)
         await stored_trust.store_keys(transaction, before=before, after=after, changed_by=STARTED_BY)
         return await publish(transaction, keys=keys, installation=installation, now_ms=world.clock.now_ms())
 

@@ -18,7 +18,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.envelopes import join_response_input, sha256
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services.installation import Installation
-from bettercompute.services.keys import ServiceKeys
+from bettercompute.services.keys import KeySource, ServiceKeys
 from bettercompute.store import certificates as stored_certificates
 from bettercompute.store import nodes, outbox
 from bettercompute.store.certificates import NewCertificate, StoredCertificate
@@ -73,9 +73,14 @@ def check_request(csr_der: bytes) -> Request:
 class Issuer:
     """Issues node certificates inside transactions of its callers."""
 
-    keys: ServiceKeys
+    source: KeySource
     installation: Installation
     world: World
+
+    @property
+    def keys(self) -> ServiceKeys:
+        """The keys in use, as of the last refresh of their source: each transaction begins with one."""
+        return self.source.held()
 
     async def admit(
         self,
@@ -183,9 +188,12 @@ class Issuer:
         )
         return body.SerializeToString(deterministic=True)
 
-    def sign(self, body: bytes) -> messages.Signature:
-        """Sign a response body: the gateway that relays it cannot alter it."""
-        return signatures.sign(self.keys.join_signing, join_response_input(body))
+    def sign(self, body: bytes, *, sealed_to: ec.EllipticCurvePublicKey | None = None) -> messages.Signature:
+        """Sign a response body, so that the gateway which relays it cannot alter it, by the key that the caller knows.
+
+        `sealed_to` is the key to which its join token was sealed; without one the caller holds a trust bundle.
+        """
+        return signatures.sign(self.keys.answering(sealed_to), join_response_input(body))
 
 
 async def answered_before(

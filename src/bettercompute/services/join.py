@@ -11,6 +11,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from bettercompute.errors import Unavailable
 from bettercompute.pki.identity import check_node_id, role_of
 from bettercompute.protocol import messages
@@ -18,13 +20,13 @@ from bettercompute.protocol.limits import MAX_NAME_CHARS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services import renew
 from bettercompute.services.attestors import x509pop
-from bettercompute.services.attestors.join_token import JoinTokenAttestor
+from bettercompute.services.attestors.join_token import JoinTokenAttestor, JoinTokenClaim
 from bettercompute.services.attestors.later import LATER, LaterAttestor
 from bettercompute.services.attestors.port import Attestor, Deferral, Grant, Moment
 from bettercompute.services.attestors.x509pop import X509PopAttestor
 from bettercompute.services.installation import Installation, required_trust
 from bettercompute.services.issuing import IssuedIdentity, Issuer, Request, check_request
-from bettercompute.services.keys import ServiceKeys
+from bettercompute.services.keys import KeySource
 from bettercompute.store import audit
 from bettercompute.store import trust as stored_trust
 from bettercompute.store.audit import NewEntry
@@ -41,12 +43,13 @@ DRAWN_ID_BYTES = 10  # 80 bits: among a million nodes no two meet
 class JoinService:
     """Joins and renews nodes. Satisfies the gateway's port `GatewayServices`."""
 
-    def __init__(self, database: Database, *, keys: ServiceKeys, installation: Installation, world: World) -> None:
+    def __init__(self, database: Database, *, keys: KeySource, installation: Installation, world: World) -> None:
         self._database = database
+        self._keys = keys
         self._world = world
         self._issuer = Issuer(keys, installation, world)
         built: dict[str, Attestor] = {
-            JOIN_TOKEN: JoinTokenAttestor(keys.join_encryption, world.clock),
+            JOIN_TOKEN: JoinTokenAttestor(keys, world.clock),
             x509pop.NAME: X509PopAttestor(self._issuer),
         }
         self._known = ", ".join(built)
@@ -66,8 +69,11 @@ class JoinService:
         hardware = _hardware(request)
         csr = check_request(request.csr)
         claim = attestor.examine(request, csr, role=role)
+        sealed_to = claim.sealed_to if isinstance(claim, JoinTokenClaim) else None
 
         async def work(transaction: Transaction) -> bytes:
+            await self._keys.refresh(transaction)
+            self._require_pinned(sealed_to)
             now_ms = await server_time_ms(transaction)
             trust = await required_trust(transaction)
             moment = Moment(now_ms=now_ms, drawn_node_id=self._draw_node_id(), source=source)
@@ -81,13 +87,14 @@ class JoinService:
             return self._issuer.response_body(decided, csr, signed_trust=trust.signed_bundle, now_ms=now_ms)
 
         body = await self._database.retrying(work)
-        return messages.JoinResponse(body=body, signature=self._issuer.sign(body))
+        return messages.JoinResponse(body=body, signature=self._issuer.sign(body, sealed_to=sealed_to))
 
     async def renew(self, request: messages.RenewRequest, *, peer_chain: Sequence[bytes]) -> messages.RenewResponse:
         """Give a node its next certificate, or refuse and say why. `peer_chain` is what TLS verified, or empty."""
         csr = check_request(request.csr)
 
         async def work(transaction: Transaction) -> bytes:
+            await self._keys.refresh(transaction)
             now_ms = await server_time_ms(transaction)
             proven = renew.check_renewal(request, csr, peer_chain=peer_chain, issuer=self._issuer, now_ms=now_ms)
             issued = await renew.renew(transaction, proven, issuer=self._issuer, now_ms=now_ms)
@@ -101,6 +108,12 @@ class JoinService:
         """Return version and bytes of the bundle published last."""
         bundle = await stored_trust.current(self._database)
         return None if bundle is None else (bundle.version, bundle.signed_bundle)
+
+    def _require_pinned(self, sealed_to: ec.EllipticCurvePublicKey | None) -> None:
+        """Refuse a token whose holder could not verify any answer of ours any more."""
+        pinned = [key.public_key() for key in self._keys.held().join_encryption_keys]
+        if sealed_to is not None and sealed_to not in pinned:
+            raise refuse(Reason.TOKEN_REVOKED, "the join keys that this token pins were retired: make another token")
 
     def _attestor(self, name: str) -> Attestor:
         attestor = self._attestors.get(name)

@@ -7,9 +7,9 @@ that was left halfway through a renaming, or that still has the names of before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -21,12 +21,11 @@ from bettercompute.pki.certificates import Authority
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.pki.rotation import KeyStage, Purpose, TrustedKey, in_stage
 from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store import trust as stored_trust
+from bettercompute.store.database import Queries
 
 NEXT_SUFFIX = "-next"
 PREVIOUS_SUFFIX = "-previous"
-
-K = TypeVar("K")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +40,8 @@ class ServiceKeys:
     join_encryption_keys: tuple[ec.EllipticCurvePrivateKey, ...] = field(repr=False)
     serving_cas: tuple[x509.Certificate, ...]
     command_roots: tuple[x509.Certificate, ...]
+    older_signing: ec.EllipticCurvePrivateKey | None = field(default=None, repr=False)
+    """The join-signing key that every node knows, while another is already in use."""
 
     @property
     def node_ca(self) -> Authority:
@@ -77,13 +78,14 @@ class ServiceKeys:
         """The serving CAs that a gateway may present, for clients that cannot pin."""
         return b"".join(authority.public_bytes(Encoding.PEM) for authority in self.serving_cas)
 
-    def own(self) -> tuple[TrustedKey, ...]:
-        """Return the keys that stand under the plain names: with them an installation is founded."""
+    def by_purpose(self) -> tuple[tuple[TrustedKey, ...], ...]:
+        """Return what of the keys is public, purpose by purpose, that of the plain name first."""
+        pairs = zip(self.join_signing_keys, self.join_encryption_keys, strict=False)
         return (
-            of_certificate(Purpose.COMMAND_ROOT, self.command_root),
-            of_pair(self.join_signing.public_key(), self.join_encryption.public_key()),
-            of_certificate(Purpose.SERVING_CA, self.serving_ca),
-            of_certificate(Purpose.NODE_CA, self.node_ca.certificate),
+            tuple(of_certificate(Purpose.COMMAND_ROOT, root) for root in self.command_roots),
+            tuple(of_pair(signing.public_key(), encryption.public_key()) for signing, encryption in pairs),
+            tuple(of_certificate(Purpose.SERVING_CA, ca) for ca in self.serving_cas),
+            tuple(of_certificate(Purpose.NODE_CA, ca.certificate) for ca in self.node_cas),
         )
 
     def in_use(self, keys: Sequence[TrustedKey]) -> ServiceKeys:
@@ -94,13 +96,38 @@ class ServiceKeys:
         node_cas = {certificates.spki_sha256(ca.certificate): ca for ca in self.node_cas}
         signing = {certificates.spki_sha256(key.public_key()): key for key in self.join_signing_keys}
         encryption = {_spki(key.public_key()): key for key in self.join_encryption_keys}
-        pairs = rotation.trusted(keys, Purpose.JOIN_SIGNING)
+        pairs = _held(rotation.trusted(keys, Purpose.JOIN_SIGNING), by=lambda key: key.key_sha256 in signing)
+        pairs = _held(pairs, by=lambda key: key.companion_der in encryption)
+        cas = _held(rotation.trusted(keys, Purpose.NODE_CA), by=lambda key: key.key_sha256 in node_cas)
         return replace(
             self,
-            node_cas=_held(node_cas, rotation.trusted(keys, Purpose.NODE_CA), by=lambda key: key.key_sha256),
-            join_signing_keys=_held(signing, pairs, by=lambda key: key.key_sha256),
-            join_encryption_keys=_held(encryption, pairs, by=lambda key: key.companion_der),
+            node_cas=tuple(node_cas[key.key_sha256] for key in cas) or self.node_cas,
+            join_signing_keys=tuple(signing[key.key_sha256] for key in pairs) or self.join_signing_keys,
+            join_encryption_keys=tuple(encryption[key.companion_der] for key in pairs) or self.join_encryption_keys,
+            older_signing=self.bundle_key(keys),
         )
+
+    def answering(self, sealed_to: ec.EllipticCurvePublicKey | None) -> ec.EllipticCurvePrivateKey:
+        """Return the key that signs an answer: the one that goes with the key to which the caller's token was sealed.
+
+        Whoever comes without a token knows the keys of a trust bundle, however old: the older key signs.
+        """
+        if sealed_to is not None:
+            for signing, encryption in zip(self.join_signing_keys, self.join_encryption_keys, strict=False):
+                if encryption.public_key() == sealed_to:
+                    return signing
+        return self.older_signing or self.join_signing
+
+    def held(self) -> ServiceKeys:
+        """Return themselves: keys that nobody rotates are a `KeySource`, too."""
+        return self
+
+    def read(self) -> ServiceKeys:
+        """Return themselves, as above."""
+        return self
+
+    async def refresh(self, _: Queries) -> None:
+        """Do nothing, as above."""
 
     def bundle_key(self, keys: Sequence[TrustedKey]) -> ec.EllipticCurvePrivateKey:
         """Return the key that signs trust bundles and renewals: the previous one until it is retired.
@@ -114,6 +141,54 @@ class ServiceKeys:
                         return held
                 raise _lacking(Purpose.JOIN_SIGNING, key.key_sha256)
         return self.join_signing
+
+
+class KeySource(Protocol):
+    """Where a service finds the keys in use."""
+
+    def held(self) -> ServiceKeys:
+        """Return the keys as they were in use at the last refresh."""
+        ...
+
+    def read(self) -> ServiceKeys:
+        """Return the keys that are here now, whichever of them are in use."""
+        ...
+
+    async def refresh(self, queries: Queries) -> None:
+        """Look which keys are in use; Unavailable where one is that is not held here."""
+        ...
+
+
+class KeyRing:
+    """The keys of a folder, in the order in which the database has them in use. Satisfies `KeySource`.
+
+    The files are read again only when the folder has changed, as a rotation does it while the process runs.
+    """
+
+    def __init__(self, folder: KeyFolder) -> None:
+        """Refuses INVALID_CONFIG a folder that lacks a key."""
+        self._folder = folder
+        self._changed_ns = self._stamp()
+        self._read = self._keys = load_service_keys(folder)
+
+    def held(self) -> ServiceKeys:
+        """Return the keys as they were in use at the last refresh."""
+        return self._keys
+
+    def read(self) -> ServiceKeys:
+        """Return the keys of the folder as it is now, the plain names first."""
+        changed_ns = self._stamp()
+        if changed_ns != self._changed_ns:
+            self._read, self._changed_ns = load_service_keys(self._folder), changed_ns
+        return self._read
+
+    async def refresh(self, queries: Queries) -> None:
+        """Look which keys are in use; Unavailable where one is that is not held here."""
+        trusted = await stored_trust.keys(queries)
+        self._keys = self.read().in_use(trusted)
+
+    def _stamp(self) -> int:
+        return self._folder.folder.stat().st_mtime_ns
 
 
 def of_certificate(purpose: Purpose, certificate: x509.Certificate) -> TrustedKey:
@@ -181,11 +256,11 @@ def _slots(folder: KeyFolder, name: str, ending: str) -> list[str]:
     return there or [name]
 
 
-def _held(held: Mapping[K, T], trusted: Sequence[TrustedKey], *, by: Callable[[TrustedKey], K]) -> tuple[T, ...]:
+def _held(trusted: Sequence[TrustedKey], *, by: Callable[[TrustedKey], bool]) -> tuple[TrustedKey, ...]:
     """Return those of the trusted keys that are held here, in their order; the one in use must be."""
-    if trusted and by(trusted[0]) not in held:
+    if trusted and not by(trusted[0]):
         raise _lacking(trusted[0].purpose, trusted[0].key_sha256)
-    return tuple(held[by(key)] for key in trusted if by(key) in held)
+    return tuple(key for key in trusted if by(key))
 
 
 def _lacking(purpose: Purpose, key_sha256: str) -> Unavailable:

@@ -78,9 +78,10 @@ def issue_gateway(
         lifetime_ms=lifetime_ms,
     )
     if out is not None:
-        node_ca = folder.certificate(keyfiles.NODE_CA)
-        out.write_certificate(keyfiles.SERVING_CA, serving_ca.certificate)
-        out.write_certificate(keyfiles.NODE_CA, node_ca)
+        # Each may list two: while a CA is being rotated, gateways believe both.
+        for name in (keyfiles.SERVING_CA, keyfiles.NODE_CA):
+            folder.certificate(name)
+            out.write_list(name, folder.pem(name))
     (out or folder).write_chain(GATEWAY, key, _chain_pem(leaf, serving_ca.certificate))
     return leaf
 

@@ -16,7 +16,7 @@ from bettercompute.pki.identity_file import IdentityRecord
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services.installation import Installation, required_trust
 from bettercompute.services.issuing import IssuedIdentity, Issuer, answered_before, check_request
-from bettercompute.services.keys import ServiceKeys
+from bettercompute.services.keys import KeySource
 from bettercompute.store import audit
 from bettercompute.store.audit import NewEntry
 from bettercompute.store.database import Database, Transaction
@@ -42,9 +42,10 @@ class ProvisionedNode:
 class ProvisionService:
     """Joins nodes that an administrator names."""
 
-    def __init__(self, database: Database, *, keys: ServiceKeys, installation: Installation, world: World) -> None:
+    def __init__(self, database: Database, *, keys: KeySource, installation: Installation, world: World) -> None:
         self._database = database
         self._world = world
+        self._keys = keys
         self._issuer = Issuer(keys, installation, world)
 
     async def provision(
@@ -65,6 +66,7 @@ class ProvisionService:
         csr = check_request(csr_der)
 
         async def work(transaction: Transaction) -> ProvisionedNode:
+            await self._keys.refresh(transaction)
             now_ms = await server_time_ms(transaction)
             trust = await required_trust(transaction)
             issued = await answered_before(transaction, node_id=node_id, request=csr, now_ms=now_ms)

@@ -74,7 +74,7 @@ def put_in_place(folder: KeyFolder, purpose: Purpose) -> None:
 def drop_previous(folder: KeyFolder, purpose: Purpose) -> None:
     """Remove what was replaced; after it was retired."""
     if purpose in LISTED and folder.has(f"{purpose}{PREVIOUS_SUFFIX}.pem"):
-        folder.write_pem(purpose, folder.certificate(purpose).public_bytes(Encoding.PEM))
+        folder.write_list(purpose, folder.certificate(purpose).public_bytes(Encoding.PEM))
     for name in NAMES[purpose]:
         for ending in ("key", "pem"):
             folder.remove(f"{name}{PREVIOUS_SUFFIX}.{ending}")
@@ -132,14 +132,14 @@ def _next_key(folder: KeyFolder, name: str) -> ec.EllipticCurvePrivateKey:
 
 
 def _write_list(folder: KeyFolder, purpose: Purpose, *, in_use: x509.Certificate, other: x509.Certificate) -> None:
-    folder.write_pem(purpose, _pem(in_use) + _pem(other))
+    folder.write_list(purpose, _pem(in_use) + _pem(other))
 
 
 def _put_list_in_place(folder: KeyFolder, purpose: Purpose) -> None:
     new = folder.certificate(purpose + NEXT_SUFFIX)
     old = folder.certificate(purpose)
     if old.public_key() != new.public_key():
-        folder.write_pem(purpose + PREVIOUS_SUFFIX, _pem(old))
+        folder.write_list(purpose + PREVIOUS_SUFFIX, _pem(old))
         _write_list(folder, purpose, in_use=new, other=old)
     folder.remove(f"{purpose}{NEXT_SUFFIX}.pem")
 

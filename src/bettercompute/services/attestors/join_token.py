@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from bettercompute.errors import Refused
 from bettercompute.pki import join_token
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services.attestors.port import Grant, Moment
 from bettercompute.services.issuing import IssuedIdentity, Request, answered_before
+from bettercompute.services.keys import KeySource
 from bettercompute.store import tokens
 from bettercompute.store.database import Transaction
 from bettercompute.store.tokens import Redeemed
@@ -25,6 +27,8 @@ class JoinTokenClaim:
     request: Request
     role: str
     asked_node_id: str | None
+    sealed_to: ec.EllipticCurvePublicKey
+    """The join-encryption key that the token pins, and so with it the key that has to sign the answer."""
 
     async def redeem(self, transaction: Transaction, moment: Moment) -> Grant | IssuedIdentity:
         """Use the token, or refuse: unknown, used, expired, revoked, for another role or another node."""
@@ -78,21 +82,29 @@ async def answer_again(transaction: Transaction, node_id: str, request: Request,
 class JoinTokenAttestor:
     """Opens sealed tokens."""
 
-    join_encryption: ec.EllipticCurvePrivateKey = field(repr=False)
+    keys: KeySource
     clock: Clock
 
     def examine(self, request: messages.JoinRequest, csr: Request, *, role: str) -> JoinTokenClaim:
-        """Open the sealed token and check that it was sealed for this request and role."""
-        proof = join_token.open_proof(
-            self.join_encryption,
-            request.sealed_token,
-            csr_der=csr.csr_der,
-            role=role,
-            now_ms=self.clock.now_ms(),
-        )
-        return JoinTokenClaim(
-            secret_sha256=bytes.fromhex(join_token.secret_sha256(proof.secret)),
-            request=csr,
-            role=role,
-            asked_node_id=request.node_id or None,
-        )
+        """Open the sealed token and check that it was sealed for this request and role.
+
+        While the join keys are being rotated a token is sealed to either of two.
+        """
+        why: Refused | None = None
+        for key in self.keys.read().join_encryption_keys:
+            try:
+                proof = join_token.open_proof(
+                    key, request.sealed_token, csr_der=csr.csr_der, role=role, now_ms=self.clock.now_ms()
+                )
+            except Refused as refused:
+                why = why or refused
+                continue
+            return JoinTokenClaim(
+                secret_sha256=bytes.fromhex(join_token.secret_sha256(proof.secret)),
+                request=csr,
+                role=role,
+                asked_node_id=request.node_id or None,
+                sealed_to=key.public_key(),
+            )
+        assert why is not None, "there was a key to fail with"
+        raise why

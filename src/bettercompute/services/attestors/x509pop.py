@@ -149,7 +149,7 @@ class X509PopAttestor:
         if not chain_der:
             raise refuse(Reason.ATTESTATION, f"the evidence of {NAME} holds no certificate: send the chain, leaf first")
         not_after_ms = certificates.not_after_ms(certificates.load_certificate(chain_der[0]))
-        roots = [self.issuer.keys.node_ca.certificate]
+        roots = [authority.certificate for authority in self.issuer.keys.node_cas]
         leaf = certificates.verify_chain(chain_der, roots=roots, use=Use.CLIENT, now_ms=not_after_ms)
         identity = identity_of(leaf)
         if identity.trust_domain != self.issuer.installation.trust_domain:
