@@ -245,7 +245,6 @@ def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database:
         holder=holder,
         keep=Keep(commands_ms=keep_ms, outbox_ms=keep_ms, events_ms=keep_ms),
         signing=_signing(config, world=world),
-        registry=registry,
     )
     worker.start()
     stack.push_async_callback(worker.stop)
