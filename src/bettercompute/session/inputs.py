@@ -146,9 +146,7 @@ class LeaseLost:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """The gateway drains, or hands over sessions to others: tell the daemon to reconnect after this long (spread by
-    the shell).
-    """
+    """The gateway drains, or evens out: tell the daemon to reconnect after this long (spread by the shell)."""
 
     reconnect_after_ms: int
     reason: str = "draining"
