@@ -86,6 +86,8 @@ def _herd(
         streams_max=max_streams,
         seed=seed,
     )
+    if svg is not None:
+        svg.touch()  # where it cannot be written, that is told now and not after minutes
     with _server() as server:
         outcome = herds.run(wanted, dsn=server.create_database())
     if svg is not None:
@@ -111,7 +113,9 @@ def _facts(outcome: HerdOutcome) -> dict[str, object]:
 @app.command()
 def run(
     seed: Annotated[str, typer.Option(help="A seed, or a range of them: 1..200.")] = "1",
-    scenario: Annotated[str, typer.Option(help="A .toml file, or one that is shipped: all, short.")] = "all",
+    scenario: Annotated[
+        str, typer.Option(help="A .toml file, or one that is shipped: all, short, outages, days.")
+    ] = "all",
     json: Annotated[bool, typer.Option("--json", help="One JSON line for each seed.")] = False,
 ) -> None:
     """Run a simulation with faults and judge it; a seed that breaks a promise fails, and says how to repeat it."""
@@ -125,10 +129,10 @@ def _run(seed: str, *, scenario: str, json: bool) -> list[int]:
     from bettercompute.testing.sim import scenario as scenarios
     from bettercompute.testing.sim import simulation
 
-    chosen = scenarios.load(scenario)
+    chosen, seeds = scenarios.load(scenario), _seeds(seed)
     failed: list[int] = []
     with _server() as server:
-        for number in _seeds(seed):
+        for number in seeds:
             dsn = server.create_database()
             outcome = simulation.run(chosen, seed=number, dsn=dsn)
             server.drop_database(dsn)
@@ -160,9 +164,12 @@ def _show(outcome: Outcome, *, json: bool) -> None:
 def _seeds(text: str) -> range:
     first, _, last = text.partition("..")
     try:
-        return range(int(first), int(last or first) + 1)
+        seeds = range(int(first), int(last or first) + 1)
     except ValueError:
         raise refuse(Reason.BAD_REQUEST, f"{text!r} is no seed: a number, or a range like 1..200") from None
+    if not seeds:
+        raise refuse(Reason.BAD_REQUEST, f"{text!r} has no seed in it: the lower one comes first")
+    return seeds
 
 
 @contextlib.contextmanager

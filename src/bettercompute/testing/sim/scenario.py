@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -129,12 +130,45 @@ def _table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     for key, value in values.items():
         if key not in known:
             raise refuse(Reason.BAD_REQUEST, f"{where} has no key {key!r}: {', '.join(known)}")
+        wrong = _fault(key, value, str(known[key].type))
+        if wrong:
+            raise refuse(Reason.BAD_REQUEST, f"{where}: {key} = {value!r} {wrong}")
         taken[key] = tuple(value) if isinstance(value, list) else value
-        if isinstance(value, list) and (len(value) != 2 or not 0 <= value[0] <= value[1]):
-            raise refuse(Reason.BAD_REQUEST, f"{where}: {key} = {value} is no range [from, to]")
-        if isinstance(value, int | float) and value < 0:
-            raise refuse(Reason.BAD_REQUEST, f"{where}: {key} = {value} is below 0")
     try:
         return kind(**taken)
     except TypeError as error:
         raise refuse(Reason.BAD_REQUEST, f"{where}: {error}") from error
+
+
+# Of these there is at least one, or nothing happens at all.
+_ABOVE_ZERO = frozenset({"gateways", "workers", "every_s", "streams_max", "handshakes_per_s", "certificate_life_s"})
+
+
+def _fault(key: str, value: object, kind: str) -> str:
+    """Return what is wrong with a value, or nothing; `kind` is the field's annotation."""
+    match kind:
+        case "str":
+            return "" if isinstance(value, str) else "is no text"
+        case "Range":
+            return "" if _is_range(value) else "is no range [from, to]"
+        case "int":
+            number = isinstance(value, int) and not isinstance(value, bool)
+        case _:
+            number = _is_number(value)
+    if not number:
+        return "is no whole number" if kind == "int" else "is no number"
+    assert isinstance(value, int | float), "it was looked at above"
+    if value < 0:
+        return "is below 0"
+    return "must be above 0" if value == 0 and key in _ABOVE_ZERO else ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_range(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 2 or not all(_is_number(bound) for bound in value):
+        return False
+    low, high = value
+    return bool(0 <= low <= high)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bettercompute.gateway.config import GatewayConfig
+from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels
 from bettercompute.store.database import SERVER_LIMITS
 from bettercompute.testing.postgres import MEMORY
@@ -76,6 +77,11 @@ class Outcome:
 
 def run(scenario: Scenario, *, seed: int, dsn: str) -> Outcome:
     """Run a scenario on an empty, migrated database of its own."""
+    for plan in scenario.faults:
+        if plan.kind not in FAULTS:
+            raise refuse(
+                Reason.BAD_REQUEST, f"scenario {scenario.name} has a fault {plan.kind!r}: there are {', '.join(FAULTS)}"
+            )
     loop = VirtualLoop()
     try:
         with tempfile.TemporaryDirectory(prefix="bc-sim-", dir=_memory()) as folder:
