@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Stack, dev_stack, until
+from tests.e2e.conftest import BCD, READY_S, Stack, dev_stack, until
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,23 @@ def test_a_revoked_node_needs_a_new_token(one_node: Stack) -> None:
     assert listed[1].split("\t")[:3] == ["node-1", "disconnected", "revoked"]
 
 
+def test_it_joins_again_as_its_next_generation(one_node: Stack) -> None:
+    token = json.loads(one_node.run("token", "create", "--node-id", "node-1", "--json").stdout)["token"]
+    config = Path(one_node.ready["state_dir"]) / "nodes" / "node-1" / "config.toml"
+    subprocess.run([*BCD, "rejoin", "--config", str(config)], input=token, text=True, check=True, timeout=READY_S)
+    until(lambda: node(one_node)["state"] == "connected", what="the node")
+    shown = json.loads(one_node.run("nodes", "show", "node-1", "--json").stdout)
+    assert (shown["identity_generation"], shown["revoked"]) == (2, None)
+    assert [(one["identity_generation"], one["state"]) for one in shown["certificates"]][:2] == [
+        (2, "in-use"), (1, "revoked")
+    ]  # fmt: skip
+
+
 def test_a_node_that_is_gone_is_forgotten(one_node: Stack) -> None:
+    refused = one_node.run("nodes", "forget", "node-1", check=False)
+    assert (refused.returncode, "has a session on dev-" in refused.stderr) == (2, True), refused.stderr
+    one_node.run("nodes", "revoke", "node-1")
+    until(lambda: node(one_node)["state"] == "disconnected", what="the end of the session")
     done = one_node.run("nodes", "forget", "node-1", "--json")
     assert json.loads(done.stdout)["node_id"] == "node-1"
     assert one_node.run("nodes", "show", "node-1", check=False).returncode == 2

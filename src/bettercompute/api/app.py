@@ -23,6 +23,7 @@ from bettercompute.api import (
 )
 from bettercompute.api.auth import Principal, authenticate
 from bettercompute.api.bounds import Bounds
+from bettercompute.api.certificates import router as certificates_router
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.doctor import router as doctor_router
 from bettercompute.store import controller_runs
@@ -69,6 +70,7 @@ def create_app(context: ApiContext) -> FastAPI:
     for part in (
         router,
         doctor_router,
+        certificates_router,
         nodes.router,
         standing.router,
         specs.router,

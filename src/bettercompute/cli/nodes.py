@@ -12,6 +12,8 @@ from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.cli.durations import format_age, parse_duration_ms
 from bettercompute.cli.options import Api, Json
 
+CERTIFICATES_SHOWN = 3
+
 app = typer.Typer(no_args_is_help=True, help="The fleet's nodes.")
 
 
@@ -58,7 +60,10 @@ def list_nodes(
 @app.command()
 def show(node_id: str, api: Api = None, json: Json = False) -> None:
     """Show one node: its session, certificates, labels and inventory."""
-    node = output.run(lambda: ApiClient.from_environment(api).get(path_of("nodes", node_id)))
+    client = output.run(lambda: ApiClient.from_environment(api))
+    node = output.run(lambda: client.get(path_of("nodes", node_id)))
+    held = output.run(lambda: client.get(path_of("nodes", node_id, "certificates")))
+    node |= {"identity_generation": held["identity_generation"], "certificates": held["items"]}
     if json:
         output.print_json(node)
         return
@@ -89,6 +94,13 @@ def show(node_id: str, api: Api = None, json: Json = False) -> None:
     for condition in node["conditions"]:
         output.console.print(
             f"condition  {condition['type']}={condition['status']}  {condition['message']}", markup=False
+    for certificate in node["certificates"][:CERTIFICATES_SHOWN]:
+        why = f" ({certificate['reason']})" if certificate["reason"] else ""
+        output.console.print(
+            f"certificate  {certificate['serial']}  {certificate['state']}{why}, generation "
+            f"{certificate['identity_generation']}, until {certificate['not_after']}",
+            markup=False,
+        )
         )
     print_inventory(node["inventory"])
 

@@ -103,6 +103,8 @@ async def test_revoking_ends_certificates_and_what_was_not_sent(
     }  # fmt: skip
     node = (await clients["viewer"].get("/v1/nodes/n1")).json()
     assert (node["revoked"]["by"], node["revoked"]["reason"]) == ("a-admin", "stolen")
+    [shown] = (await clients["viewer"].get("/v1/nodes/n1/certificates")).json()["items"]
+    assert (shown["serial"], shown["state"], shown["reason"]) == ("ab", "revoked", "operator")
     [row] = await certificates.revoked_since(context.database, since_ms=0)
     notice = messages.RevocationNotice.FromString(row.revocation_notice or b"")
     assert (row.revocation_reason, notice.message) == ("operator", "node n1 was revoked by a-admin: stolen")
@@ -165,6 +167,26 @@ async def test_a_node_that_has_a_session_is_not_forgotten(clients: Clients, cont
     assert refused.status_code == 409
     assert "has a session on gw-00000001: stop its daemon, or `nodes revoke n1`" in refused.json()["detail"]
     assert (await clients["viewer"].get("/v1/nodes/n1")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("state", "sql"),
+    [
+        ("unused", "issued_at = issued_at"),
+        ("in-use", "first_used_at = compute_now()"),
+        ("superseded", "first_used_at = compute_now(), superseded_at = compute_now()"),
+        ("expired", "not_before = '2001-01-01', not_after = '2001-01-02'"),
+        ("revoked", "superseded_at = compute_now(), revoked_at = compute_now(), revocation_reason = 'x'"),
+    ],
+)
+async def test_what_became_of_a_certificate(
+    clients: Clients, context: ApiContext, two_nodes, state: str, sql: str
+) -> None:
+    await seed.add_certificate(context.database, "n1", serial="ab")
+    await context.database.query(f"UPDATE node_certs SET {sql}")
+    answer = (await clients["viewer"].get("/v1/nodes/n1/certificates")).json()
+    assert [item["state"] for item in answer["items"]] == [state]
+    assert (await clients["viewer"].get("/v1/nodes/n3/certificates")).status_code == 404
 
 
 class Answers:
