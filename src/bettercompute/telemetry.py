@@ -16,6 +16,11 @@ EVENT_DUPLICATE_SESSION = "security.node.duplicate-session"
 EVENT_NODE_QUARANTINED = "security.node.quarantined"
 EVENT_NODE_REVOKED = "security.node.revoked"
 EVENT_SUPERSEDED_CERTIFICATE = "security.node.superseded-certificate"
+EVENT_RESULT_NOT_ATTESTED = "security.command.result-not-attested"
+EVENT_REPORT_NOT_ATTESTED = "security.node.report-not-attested"
+
+# Metrics of a worker (`/metrics`).
+METRIC_ATTESTATIONS = "better_compute_attestations"
 
 # Metrics of a gateway (`/metrics`).
 METRIC_GATEWAY_SESSIONS = "better_compute_gateway_sessions"

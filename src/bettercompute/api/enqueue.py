@@ -185,6 +185,7 @@ def _command(
         timeout_ms=timeout_ms,
         payload=wanted.payload,
         batch_id=batch_id,
+        attested=kind.attested,
     )
 
 

@@ -20,7 +20,7 @@ from bettercompute.delivery.selectors import Requirement, check_label, check_lab
 from bettercompute.pki.identity import UNREADABLE, check_role, check_site
 from bettercompute.protocol.limits import MAX_LABELS
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.store import conditions, controller_runs, inventory, nodes
+from bettercompute.store import attestation, conditions, controller_runs, inventory, nodes
 
 CSR_PEM_CHARACTERS_MAX = 16_384
 
@@ -100,8 +100,11 @@ async def get_node(node_id: Id, context: Context, _: Annotated[Principal, Depend
         raise refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")
     held = await conditions.of_node(context.database, node_id=node_id)
     sections = await inventory.read(context.database, node_ids=[node_id])
+    attested = await attestation.of_node(context.database, node_id=node_id)
     now_ms = await controller_runs.now_ms(context.database)
-    return node_detail(node, conditions=held, sections=sections.get(node_id, {}), now_ms=now_ms)
+    return node_detail(
+        node, conditions=held, sections=sections.get(node_id, {}), attestation=attested, now_ms=now_ms
+    )
 
 
 @router.patch("/{node_id}/labels")

@@ -10,12 +10,14 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from pydantic import BaseModel
 
+from bettercompute.api.refusals import RefusalShape, refusals_of
 from bettercompute.delivery.commands import TERMINAL, CommandState
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import ProtocolError
 from bettercompute.protocol.kinds import KINDS, decode_result
 from bettercompute.session import standing
 from bettercompute.session.standing import Lock
+from bettercompute.store.attestation import NodeAttestation
 from bettercompute.store.commands import Command, OutputPiece
 from bettercompute.store.conditions import Condition
 from bettercompute.store.inventory import Section
@@ -124,6 +126,12 @@ class NodeDetail(NodeShape):
     conditions: list[ConditionShape]
     inventory: dict[str, Any]
     inventory_sections: dict[str, SectionShape]
+    attestation: str
+    """`none`, `verified`, `unsigned` or `forged`: whether the node's key signed the statement in its last status."""
+    attestation_reason: str
+    attested_at: str | None
+    """The time of the newest statement that verified."""
+    refusals: list[RefusalShape]
 
 
 class CommandShape(BaseModel):
@@ -140,6 +148,9 @@ class CommandShape(BaseModel):
     batch_id: str | None
     payload: dict[str, Any]
     result: dict[str, Any] | None
+    attestation: str
+    """`none`, `expected`, `verified`, `unsigned` or `forged`: whether the node's own key says how it ended."""
+    attestation_reason: str
     progress: dict[str, Any] | None
     attempt: int
     age_ms: int
@@ -242,7 +253,12 @@ def _standing_fields(node: Node, *, now_ms: int) -> dict[str, Any]:
 
 
 def node_detail(
-    node: Node, *, conditions: Sequence[Condition], sections: Mapping[str, Section], now_ms: int
+    node: Node,
+    *,
+    conditions: Sequence[Condition],
+    sections: Mapping[str, Section],
+    attestation: NodeAttestation | None,
+    now_ms: int,
 ) -> NodeDetail:
     """Return one node whole; a section that does not decode is left out of `inventory` and still listed."""
     whole = messages.NodeInventory()
@@ -271,7 +287,18 @@ def node_detail(
             )
             for name, section in sections.items()
         },
+        **_attestation_fields(attestation),
     )
+
+
+def _attestation_fields(attestation: NodeAttestation | None) -> dict[str, Any]:
+    """Return what the control plane found of a node's own statement, and what the node says it refused."""
+    return {
+        "attestation": "none" if attestation is None else attestation.attestation,
+        "attestation_reason": "" if attestation is None else attestation.reason,
+        "attested_at": None if attestation is None else rfc3339(attestation.attested_at_ms),
+        "refusals": [] if attestation is None else refusals_of(attestation.report),
+    }
 
 
 def command_shape(command: Command, *, now_ms: int) -> CommandShape:
@@ -288,6 +315,8 @@ def command_shape(command: Command, *, now_ms: int) -> CommandShape:
         batch_id=command.batch_id,
         payload=dict(command.payload),
         result=_result(command),
+        attestation=command.attestation,
+        attestation_reason=command.attestation_reason,
         progress=None if command.state in TERMINAL else progress_json(command.progress),
         attempt=command.attempt,
         age_ms=max(0, now_ms - command.created_at_ms),

@@ -62,6 +62,10 @@ def show(command_id: str, api: Api = None, json: Json = False) -> None:
             "lane": command["lane"],
             "state": command["state"] + (" (overdue)" if command["overdue"] else ""),
             "reason": command["reason"],
+            "attestation": command["attestation"]
+            + (f": {command['attestation_reason']}" if command["attestation_reason"] else "")
+            if command["attestation"] != "none"
+            else None,
             "message": command["message"],
             "attempt": command["attempt"],
             "created": f"{command['created_at']} by {command['created_by']}",

@@ -73,6 +73,9 @@ def show(node_id: str, api: Api = None, json: Json = False) -> None:
             "node": node["node_id"],
             "state": node["state"] + (f" ({node['state_reason']})" if node["state_reason"] else ""),
             **standing_facts(node),
+            "attested": node["attestation"]
+            + (f" ({node['attestation_reason']})" if node["attestation_reason"] else "")
+            + (f", newest statement {node['attested_at']}" if node["attested_at"] else ""),
             "site": node["site"],
             "role": node["role"],
             "joined": node["joined_at"],
@@ -102,6 +105,7 @@ def show(node_id: str, api: Api = None, json: Json = False) -> None:
             markup=False,
         )
         )
+    print_refusals(node["refusals"])
     print_inventory(node["inventory"])
 
 
@@ -151,6 +155,12 @@ def standing_facts(node: dict[str, Any]) -> dict[str, str]:
     if quarantined := node["quarantined"]:
         facts["quarantined"] = f"{quarantined['at']}: {quarantined['reason']}"
     return facts
+
+
+def print_refusals(refusals: list[dict[str, Any]]) -> None:
+    """Print what the node refused of what gateways relayed: an honest gateway gives it little reason to."""
+    for item in refusals:
+        output.console.print(f"refused    {item['what']}  {item['reason']}  {item['count']} times", markup=False)
 
 
 def print_inventory(inventory: dict[str, Any]) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 
 import structlog
+from prometheus_client import CollectorRegistry
 
-from bettercompute.controllers import node_spec, outbox
+from bettercompute.controllers import attestation, node_spec, outbox
+from bettercompute.controllers.attestation import AttestationController
 from bettercompute.controllers.expiry import ExpiryController
 from bettercompute.controllers.liveness import LivenessController
 from bettercompute.controllers.loop import Controllers
@@ -37,6 +39,7 @@ class Worker:
         holder: str,
         keep: Keep = DEFAULT_KEEP,
         signing: Signing | None = None,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         """Put them together; `holder` names this process in what they leave behind."""
         self._database = database
@@ -49,6 +52,7 @@ class Worker:
                 ExpiryController(database, world=world),
                 LivenessController(database, world=world, holder=holder),
                 NodeSpecController(database, world=world, signing=signing),
+                AttestationController(database, world=world, registry=registry),
                 RetentionController(database, keep=keep),
             ],
             world=world,
@@ -71,7 +75,7 @@ class Worker:
             try:
                 connection = await self._database.dedicated(application_name=f"{self._holder} controllers")
                 try:
-                    await connection.listen(channels.OUTBOX, lambda _: self.controllers.poke(outbox.NAME))
+                    await connection.listen(channels.OUTBOX, lambda _: self._poke_for_ends())
                     await connection.listen(channels.NODES, lambda _: self.controllers.poke(node_spec.NAME))
                     await self._watch(connection)
                 finally:
@@ -79,6 +83,11 @@ class Worker:
             except (BetterComputeError, TimeoutError) as error:
                 log.warning("notifications are away: controllers poll", error=str(error))
             await asyncio.sleep(self._world.dice.uniform(0, RECONNECT_S))
+
+    def _poke_for_ends(self) -> None:
+        """An event was written: publish it; and it may tell of a command's end, which may need a look."""
+        self.controllers.poke(outbox.NAME)
+        self.controllers.poke(attestation.NAME)
 
     async def _watch(self, connection: DedicatedConnection) -> None:
         """Return when the connection is lost, or does not answer."""

@@ -84,6 +84,7 @@ class StatusReporter:
         *,
         meter: PressureMeter,
         sections: Callable[[], Iterable[messages.SectionState]],
+        attest: Callable[[], messages.AttestedReport],
         now_ms: Callable[[], int],
         tell: Callable[[StatusChanged | JournalRoom], None],
     ) -> None:
@@ -91,6 +92,7 @@ class StatusReporter:
         self._meter = meter
         self._pressure = meter.read()
         self._sections = sections
+        self._attest = attest
         self._now_ms = now_ms
         self._tell = tell
         self._due = False
@@ -124,6 +126,7 @@ class StatusReporter:
             conditions=self._conditions.reported(),
             pressure=self._pressure,
             at_ms=self._now_ms(),
+            attested=self._attest(),
         )
         self._tell(StatusChanged(report))
 

@@ -18,6 +18,7 @@ import structlog
 
 from bettercompute import __version__
 from bettercompute.daemon import machine
+from bettercompute.daemon.attest import NodeAttestor
 from bettercompute.daemon.conditions import Conditions, StatusReporter
 from bettercompute.daemon.config import Config
 from bettercompute.daemon.desired import DOCUMENT, SpecOwner
@@ -41,13 +42,10 @@ from bettercompute.daemon.process_groups import process_space
 from bettercompute.daemon.programs import end_left_running
 from bettercompute.daemon.shell import NodeShell, Outlook, ShellParts
 from bettercompute.daemon.status import DaemonStatus, StatusServer
-from bettercompute.delivery.commands import CommandState
-from bettercompute.pki import signatures
 from bettercompute.pki.identity import agent_role
 from bettercompute.protocol import messages
-from bettercompute.protocol.envelopes import command_update_input
-from bettercompute.protocol.kinds import CommandKind
 from bettercompute.protocol.versions import PROTOCOL_VERSION
+from bettercompute.session import clock as session_clock
 from bettercompute.session import daemon_side
 from bettercompute.session.authority import Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
@@ -141,6 +139,13 @@ class NodeRound:
                 load=self._load,
             )
         )
+        self._attestor = NodeAttestor(
+            boot_id=boot_id,
+            identity=lambda: self.life.present,
+            spec=lambda: self.desired.held,
+            inventory=lambda: self.inventory.hashes,
+            now_ms=self._server_time_ms,
+        )
         self.driver: Driver
         self.executor: Executor
         self._status = StatusServer(self._state_dir, self.status)
@@ -165,7 +170,7 @@ class NodeRound:
                 state_dir=self._state_dir,
                 space=space,
                 inventory=self.inventory,
-                sign=self._sign,
+                sign=self._attestor.update,
                 tell=self.driver.give,
             ),
             self._parts.handlers,
@@ -178,6 +183,7 @@ class NodeRound:
             self.conditions,
             meter=PressureMeter(self._parts.root()),
             sections=lambda: self.desired.states,
+            attest=self._attestor.report,
             now_ms=world.clock.now_ms,
             tell=self.driver.give,
         )
@@ -335,13 +341,11 @@ class NodeRound:
 
     # What happens while it lives.
 
-    def _sign(
-        self, kind: CommandKind, command_id: str, state: CommandState, result: bytes
-    ) -> messages.Signature | None:
-        if not kind.attested:
-            return None
-        covered = command_update_input(command_id=command_id, state=state, result=result)
-        return signatures.sign(self.life.present.key, covered)
+    def _server_time_ms(self) -> int:
+        """Return confirmed server time, or the best there is."""
+        judged, now_ms = self.driver.state.clock, self._parts.world.clock.monotonic_ms()
+        confirmed_ms = session_clock.confirmed_time(judged, now_ms=now_ms)
+        return session_clock.session_time(judged, now_ms=now_ms) if confirmed_ms is None else confirmed_ms
 
     def _load(self) -> messages.NodeLoad:
         state = self.driver.state

@@ -118,7 +118,7 @@ async def control_plane(config: Config, *, dsn: str, roles: frozenset[Role], wor
             joining = await _open_joining(stack, config, dsn=dsn, roles=roles, world=world)
         if Role.WORKER in roles:
             shared = joining.database if joining is not None else await _open_database(stack, config, dsn, world)
-            _start_worker(stack, config, database=shared, world=world)
+            _start_worker(stack, config, database=shared, registry=registry, world=world)
             checks.append(lambda: _answers(shared))
         gateway_url = None
         if Role.GATEWAY in roles:
@@ -236,7 +236,14 @@ def _signing(config: Config, *, world: World) -> Signing | None:
     return worker_signing(KeyFolder(config.pki_path), world=world) if config.pki.command_signing else None
 
 
-def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database: Database, world: World) -> None:
+def _start_worker(
+    stack: contextlib.AsyncExitStack,
+    config: Config,
+    *,
+    database: Database,
+    registry: CollectorRegistry,
+    world: World,
+) -> None:
     keep_ms = config.worker.command_retention_days * DAY_MS
     holder = f"worker-{world.ids.random_bytes(4).hex()}"
     worker = Worker(
@@ -245,6 +252,7 @@ def _start_worker(stack: contextlib.AsyncExitStack, config: Config, *, database:
         holder=holder,
         keep=Keep(commands_ms=keep_ms, outbox_ms=keep_ms, events_ms=keep_ms),
         signing=_signing(config, world=world),
+        registry=registry,
     )
     worker.start()
     stack.push_async_callback(worker.stop)

@@ -41,6 +41,8 @@ class NewCommand:
     batch_id: str | None = None
     batch_approval: bytes | None = None
     batch_proof: bytes | None = None
+    attested: bool = False
+    """The node signs how it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,9 @@ class Command:
     result: bytes | None
     """The serialized result message of the kind."""
     unauthenticated: bool
+    attestation: str
+    """`pki.attestation.Attestation`."""
+    attestation_reason: str
     overdue: bool
 
 
@@ -329,6 +334,7 @@ def _columns(commands: Sequence[NewCommand]) -> dict[str, list[Any]]:
         "not_befores_ms": [command.not_before_ms for command in commands],
         "not_afters_ms": [command.not_after_ms for command in commands],
         "timeouts_ms": [command.timeout_ms for command in commands],
+        "attestations": ["expected" if command.attested else "none" for command in commands],
     }
 
 

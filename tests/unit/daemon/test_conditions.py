@@ -29,6 +29,7 @@ class Bench:
             self.conditions,
             meter=PressureMeter(replace(HostRoot.live(), folder=root)),
             sections=lambda: [messages.SectionState(section="daemon")],
+            attest=lambda: messages.AttestedReport(body=b"statement"),
             now_ms=lambda: self.now_ms,
             tell=self.told.append,
         )

@@ -7,15 +7,16 @@ SELECT nextval('commands_seq') AS seq FROM generate_series(1, :count::integer);
 -- name: commands.insert
 -- other: enqueued by an operator or a controller; nodes that have gone meanwhile are left out
 INSERT INTO commands (id, node_id, kind, lane, seq, batch_id, body, signature, signed_under, batch_approval,
-                      batch_proof, payload, created_by, not_before, not_after, timeout_ms)
+                      batch_proof, payload, created_by, not_before, not_after, timeout_ms, attestation)
 SELECT v.id, v.node_id, v.kind, v.lane, v.seq, v.batch_id, v.body, v.signature, v.signed_under, v.batch_approval,
-       v.batch_proof, v.payload::jsonb, v.created_by, at_ms(v.not_before_ms), at_ms(v.not_after_ms), v.timeout_ms
+       v.batch_proof, v.payload::jsonb, v.created_by, at_ms(v.not_before_ms), at_ms(v.not_after_ms), v.timeout_ms,
+       v.attestation
   FROM unnest(:ids::text[], :node_ids::text[], :kinds::text[], :lanes::smallint[], :seqs::bigint[], :batch_ids::text[],
               :bodies::bytea[], :signatures::bytea[], :signed_unders::text[], :batch_approvals::bytea[],
               :batch_proofs::bytea[], :payloads::text[], :created_bys::text[], :not_befores_ms::bigint[],
-              :not_afters_ms::bigint[], :timeouts_ms::bigint[])
+              :not_afters_ms::bigint[], :timeouts_ms::bigint[], :attestations::text[])
        AS v (id, node_id, kind, lane, seq, batch_id, body, signature, signed_under, batch_approval, batch_proof, payload,
-             created_by, not_before_ms, not_after_ms, timeout_ms)
+             created_by, not_before_ms, not_after_ms, timeout_ms, attestation)
   JOIN nodes n ON n.node_id = v.node_id
  ORDER BY v.id
 RETURNING id, node_id;
@@ -28,7 +29,8 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
        to_ms(cancel_requested_at) AS cancel_requested_at_ms, cancel_requested_by, cancel_reason,
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,
-       unauthenticated, state IN (2, 3, 4) AND not_after < compute_now() AS overdue
+       unauthenticated, attestation, attestation_reason,
+       state IN (2, 3, 4) AND not_after < compute_now() AS overdue
   FROM commands WHERE id = ANY (:command_ids::text[])
  ORDER BY id;
 
@@ -40,7 +42,8 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
        to_ms(cancel_requested_at) AS cancel_requested_at_ms, cancel_requested_by, cancel_reason,
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,
-       unauthenticated, state IN (2, 3, 4) AND not_after < compute_now() AS overdue
+       unauthenticated, attestation, attestation_reason,
+       state IN (2, 3, 4) AND not_after < compute_now() AS overdue
   FROM commands
  WHERE id < :before
    AND (:kind::text IS NULL OR kind = :kind)
@@ -56,7 +59,8 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
        to_ms(cancel_requested_at) AS cancel_requested_at_ms, cancel_requested_by, cancel_reason,
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,
-       unauthenticated, state IN (2, 3, 4) AND not_after < compute_now() AS overdue
+       unauthenticated, attestation, attestation_reason,
+       state IN (2, 3, 4) AND not_after < compute_now() AS overdue
   FROM unnest(:node_ids::text[]) AS wanted (of_node)
  CROSS JOIN LATERAL (
    SELECT * FROM commands
@@ -75,7 +79,8 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
        to_ms(cancel_requested_at) AS cancel_requested_at_ms, cancel_requested_by, cancel_reason,
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,
-       unauthenticated, state IN (2, 3, 4) AND not_after < compute_now() AS overdue
+       unauthenticated, attestation, attestation_reason,
+       state IN (2, 3, 4) AND not_after < compute_now() AS overdue
   FROM commands
  WHERE batch_id = :batch_id AND id > :after
    AND (:node_id::text IS NULL OR node_id = :node_id)
