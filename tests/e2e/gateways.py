@@ -301,8 +301,18 @@ class Site:
             states = {row["state"]: row["commands"] for row in rows}
             if states == {5: len(command_ids)}:
                 return
-            assert time.monotonic() < deadline, states
+            assert time.monotonic() < deadline, (states, await self.left_over(command_ids))
             await asyncio.sleep(POLL_S)
+
+    async def left_over(self, command_ids: Sequence[str]) -> list[Row]:
+        """Return some of the commands that have not ended, and where their nodes are."""
+        return await self.database.query(
+            "SELECT c.id, c.lane, c.seq, c.state, c.attempt, c.not_before, c.held_back, s.gateway_id, s.session_epoch,"
+            " s.upgrade_only, n.state AS node_state, compute_now() AS now"
+            " FROM commands c JOIN node_sessions s USING (node_id) JOIN nodes n USING (node_id)"
+            " WHERE c.id = ANY ($1::text[]) AND c.state < 5 ORDER BY c.seq LIMIT 20",
+            list(command_ids),
+        )
 
     async def assert_events_whole(self) -> None:
         """The events stored are those journaled: none lost, none twice, in order."""

@@ -303,9 +303,11 @@ class Gateway:
         moved = False
         for live in list(self.sessions.values()):
             demand = gateway_side.wants(live.state)
-            marked = () if demand is None else self._marked(demand)
-            if marked:
-                self.give(live, inputs.CommandsMarked(marked))
+            if demand is None:
+                continue
+            answer = gateway_side.answered(demand, self._marked(demand))
+            if answer.commands or answer.settled:
+                self.give(live, answer)
                 moved = True
         return moved
 

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from bettercompute import telemetry
-from bettercompute.delivery.commands import IN_FLIGHT
+from bettercompute.delivery.commands import IN_FLIGHT, OutgoingCommand
 from bettercompute.errors import BetterComputeError, Unavailable
 from bettercompute.gateway.fence import Fence
 from bettercompute.gateway.metrics import GatewayMetrics
@@ -32,7 +32,6 @@ from bettercompute.session.gateway_state import DispatchDemand
 from bettercompute.session.inputs import (
     BackOffOver,
     CancelRequested,
-    CommandsMarked,
     FactsPoisoned,
     MarksFound,
     PutBackCommitted,
@@ -216,7 +215,7 @@ class Dispatcher:
             # Of a lane without credits nothing was asked, so nothing is known.
             all_asked = len(demand.lanes) == len(session.state.lanes)
             session.nothing_pending = all_asked and demand.node_id not in saturated
-        self._send(marked)
+        self._send(demands, marked)
 
     def _note_unsure(self, sessions: Iterable[LiveSession]) -> None:
         """Look soon for marks of these sessions: the transaction may have been committed, or may be yet."""
@@ -237,16 +236,19 @@ class Dispatcher:
             if session.ending is None and (until > now_ms or session not in unsure)
         }
 
-    def _send(self, marked: Sequence[MarkedCommand]) -> None:
-        by_node: dict[str, list[MarkedCommand]] = {}
+    def _send(self, demands: Sequence[DispatchDemand], marked: Sequence[MarkedCommand]) -> None:
+        by_node: dict[str, list[OutgoingCommand]] = {}
         for item in marked:
-            by_node.setdefault(item.node_id, []).append(item)
+            by_node.setdefault(item.node_id, []).append(item.command)
         self._metrics.dispatched.inc(len(marked))
-        for node_id, items in by_node.items():
-            session = self._registry.get(node_id)
+        for demand in demands:
+            answer = gateway_side.answered(demand, by_node.get(demand.node_id, ()))
+            session = self._registry.get(demand.node_id)
             # A session that ended meanwhile: its next one replays what was marked.
-            if session is not None and session.state.session_id == items[0].session_id:
-                session.give(CommandsMarked(tuple(item.command for item in items)))
+            if session is None or session.state.session_id != demand.session_id:
+                continue
+            if answer.commands or answer.settled:
+                session.give(answer)
 
     async def _look_loop(self) -> None:
         while True:
@@ -316,10 +318,13 @@ class Dispatcher:
 
 
 def _saturated(demands: Sequence[DispatchDemand], marked: Sequence[MarkedCommand]) -> frozenset[str]:
-    """Return the nodes of which a lane took all that it could: there may be more behind."""
-    taken = Counter((item.node_id, item.command.lane) for item in marked)
+    """Return the nodes of which a lane took all pending ones that it could: there may be more behind."""
+    held = {(demand.node_id, command_id) for demand in demands for lane in demand.lanes for command_id in lane.held}
+    taken = Counter(
+        (item.node_id, item.command.lane) for item in marked if (item.node_id, item.command.command_id) not in held
+    )
     return frozenset(
         demand.node_id
         for demand in demands
-        if any(taken[demand.node_id, lane.lane] >= lane.free for lane in demand.lanes)
+        if any(taken[demand.node_id, lane.lane] >= lane.pending for lane in demand.lanes)
     )

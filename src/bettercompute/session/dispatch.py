@@ -17,6 +17,7 @@ from bettercompute.protocol.versions import UPGRADE_KIND
 from bettercompute.session.effects import GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
 from bettercompute.session.hello_plan import HeldCommand
+from bettercompute.session.inputs import CommandsMarked
 from bettercompute.session.welcome import command_frame
 
 
@@ -68,13 +69,24 @@ def kinds_lacking(capabilities: Iterable[str]) -> frozenset[str]:
     )
 
 
+def answered(demand: DispatchDemand, marked: Iterable[OutgoingCommand]) -> CommandsMarked:
+    """Return what a session is given once the transaction that asked for `demand` has committed these marks."""
+    commands = tuple(marked)
+    names = {command.command_id for command in commands}
+    return CommandsMarked(commands, tuple(held for lane in demand.lanes for held in lane.held if held not in names))
+
+
 def commands_marked(
-    state: GatewaySession, commands: Iterable[OutgoingCommand]
+    state: GatewaySession, commands: Iterable[OutgoingCommand], settled: Iterable[str] = ()
 ) -> tuple[GatewaySession, tuple[GatewayEffect, ...]]:
-    """Send what was marked, in seq order, as far as credits go; hold the rest."""
-    effects: list[GatewayEffect] = []
+    """Send what was marked, in seq order, as far as credits go; hold the rest, and forget what is settled.
+
+    A held command may have ended without this session's noticing: its mark was looked for while the facts of its end
+    waited for the database. Eight of them, asked for again and again, once took every place of a lane.
+    """
     marked = sorted(commands, key=lambda command: command.seq)
-    names = {command.command_id for command in marked}
+    names = {command.command_id for command in marked}.union(settled)
+    effects: list[GatewayEffect] = [PokeDispatch()] if settled else []
     held = [command for command in state.held if command.command_id not in names]
     counted = dict(state.lanes)
     sent = dict(state.sent)

@@ -18,14 +18,21 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.validation import validate_for_store
 from bettercompute.session import closing, inputs, liveness
 from bettercompute.session.closing import Cause
-from bettercompute.session.dispatch import back_off_over, commands_marked, kinds_lacking, marks_found, wants
+from bettercompute.session.dispatch import (
+    answered,
+    back_off_over,
+    commands_marked,
+    kinds_lacking,
+    marks_found,
+    wants,
+)
 from bettercompute.session.effects import Close, GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_frames import frame_received, without
 from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
 from bettercompute.session.hello_plan import HelloPlan
 from bettercompute.session.welcome import cancel_frame, desired_frame, opening_frames, spec_to_offer
 
-__all__ = ["DispatchDemand", "GatewaySession", "LaneDemand", "open_session", "step", "wants"]
+__all__ = ["DispatchDemand", "GatewaySession", "LaneDemand", "answered", "open_session", "step", "wants"]
 
 DRAIN_GRACE_MS = 10_000
 """How long past its time a draining daemon may take to end the stream itself."""
@@ -116,8 +123,8 @@ def _route(state: GatewaySession, given: inputs.GatewayInput, now_ms: int) -> Ou
         case inputs.FrameReceived(frame):
             validate_for_store(frame)
             return frame_received(replace(state, last_heard_ms=now_ms), frame)
-        case inputs.CommandsMarked(commands):
-            return commands_marked(state, commands)
+        case inputs.CommandsMarked(commands, settled):
+            return commands_marked(state, commands, settled)
         case inputs.FactsCommitted():
             return _facts_committed(state, given)
         case inputs.MarksFound(commands):

@@ -39,11 +39,12 @@ class FrameRefused:
 class CommandsMarked:
     """The dispatch transaction committed: these rows are dispatched (or re-sent) in this session's epoch. In seq order.
 
-    The shell gives it only after the commit, and gives every command whose mark committed, also when more were marked
-    than credits are left now: the rest is held.
+    Given only after the commit, with every command whose mark committed; what is above the credits is held.
     """
 
     commands: tuple[OutgoingCommand, ...]
+    settled: tuple[str, ...] = ()
+    """Held ones that were asked for and are not in flight any more."""
 
 
 @dataclass(frozen=True, slots=True)

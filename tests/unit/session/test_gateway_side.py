@@ -491,6 +491,29 @@ def test_a_mark_that_was_not_heard_is_held_and_asked_for_again() -> None:
     assert step(state, inputs.MarksFound(found)) == (state, ())
 
 
+def test_what_was_held_and_is_settled_takes_no_place_for_ever() -> None:
+    # The ends of eight commands wait for the database while marks are looked for: they are taken for unheard ones.
+    state, _ = step(session(), inputs.CommandsMarked(tuple(marked(number) for number in range(1, 9))))
+    ended = messages.CommandUpdateBatch(
+        updates=[
+            messages.CommandUpdate(command_id=f"c-{number}", state=messages.COMMAND_STATE_SUCCEEDED)
+            for number in range(1, 9)
+        ]
+    )
+    state, _ = received(state, updates=ended)
+    found = tuple(
+        HeldCommand(command_id=f"c-{number}", kind="inventory.refresh", lane=1, seq=number, signed=False)
+        for number in range(1, 9)
+    )
+    state, _ = step(state, inputs.MarksFound(found))
+    asked = demand(state)
+    assert (len(asked.lanes[0].held), asked.lanes[0].pending) == (8, 0)
+    state, effects = step(state, gateway_side.answered(asked, (replace(marked(8), attempt=2),)))
+    assert not state.held
+    assert PokeDispatch() in effects
+    assert demand(state).lanes[0].pending == 7
+
+
 def test_no_more_is_asked_for_than_credits_allow() -> None:
     state, _ = step(session(), inputs.CommandsMarked(tuple(marked(number) for number in range(1, 13))))
     state, _ = received(state, update=messages.CommandUpdate(command_id="c-1", state=messages.COMMAND_STATE_SUCCEEDED))

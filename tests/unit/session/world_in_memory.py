@@ -410,10 +410,9 @@ class World:
             for row in waiting[: lane.pending]:
                 row.state = table.moved(row.state, table.Move.DISPATCH)
                 marked.append(self._mark(row, demand))
-        if not marked:
-            return False
-        self.tell_gateway(inputs.CommandsMarked(tuple(marked)))
-        return True
+        answer = gateway_side.answered(demand, marked)
+        self.tell_gateway(answer)
+        return bool(answer.commands or answer.settled)
 
     def _mark(self, row: Row, demand: gateway_side.DispatchDemand) -> OutgoingCommand:
         row.attempt += 1
