@@ -94,9 +94,6 @@ def show(node_id: str, api: Api = None, json: Json = False) -> None:
             else None,
         }
     )
-    for condition in node["conditions"]:
-        output.console.print(
-            f"condition  {condition['type']}={condition['status']}  {condition['message']}", markup=False
     for certificate in node["certificates"][:CERTIFICATES_SHOWN]:
         why = f" ({certificate['reason']})" if certificate["reason"] else ""
         output.console.print(
@@ -104,6 +101,9 @@ def show(node_id: str, api: Api = None, json: Json = False) -> None:
             f"{certificate['identity_generation']}, until {certificate['not_after']}",
             markup=False,
         )
+    for condition in node["conditions"]:
+        output.console.print(
+            f"condition  {condition['type']}={condition['status']}  {condition['message']}", markup=False
         )
     print_refusals(node["refusals"])
     print_inventory(node["inventory"])
