@@ -102,9 +102,7 @@ async def get_node(node_id: Id, context: Context, _: Annotated[Principal, Depend
     sections = await inventory.read(context.database, node_ids=[node_id])
     attested = await attestation.of_node(context.database, node_id=node_id)
     now_ms = await controller_runs.now_ms(context.database)
-    return node_detail(
-        node, conditions=held, sections=sections.get(node_id, {}), attestation=attested, now_ms=now_ms
-    )
+    return node_detail(node, conditions=held, sections=sections.get(node_id, {}), attestation=attested, now_ms=now_ms)
 
 
 @router.patch("/{node_id}/labels")
