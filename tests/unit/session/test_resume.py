@@ -265,6 +265,12 @@ def test_every_entry_that_an_earlier_process_left(
     assert verdict is expected
 
 
+def test_what_cannot_be_read_of_an_entry_proves_nothing() -> None:
+    entry = replace(left("upgrade", started=True), command=b"\xff\xff")
+    verdict = resume.at_start(entry, boot_id="boot-1", role=1, daemon_version="", kinds=KINDS_TRIED)
+    assert verdict is AtStart.NO_EFFECT
+
+
 @pytest.mark.parametrize("entry_state", [None, *CommandState])
 @pytest.mark.parametrize("process_id", ["this", "earlier"])
 @pytest.mark.parametrize("cancelled", [True, False])

@@ -63,6 +63,23 @@ def test_epochs_rise_also_after_a_restore(row: int, last: int, epoch: int, *, be
     assert epochs.next_epoch(row_epoch=row, last_epoch=last) == epochs.NextEpoch(epoch, behind)
 
 
+@pytest.mark.parametrize(
+    ("row", "last", "behind"),
+    [(7, 6, False), (7, 7, False), (7, 8, True), (7, 1_000_007, True), (7, 1_000_008, False)],
+)
+def test_a_row_is_behind_only_what_is_later_and_credible(row: int, last: int, *, behind: bool) -> None:
+    """Equal is not behind: a restored row switches the search for forks off."""
+    assert epochs.is_behind(row_epoch=row, last_epoch=last) is behind
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"), [(-1, 5), (0, 5), (1, 1), (4, 4), (2**63 - 1, 2**63 - 1), (2**63, 5)], ids=str
+)
+def test_a_daemon_keeps_the_epoch_it_is_told_if_it_can_be_one(told: int, kept: int) -> None:
+    assert epochs.remembered(5, told=told) == kept
+    assert epochs.is_possible(told) is (kept == told)
+
+
 def test_what_is_kept_already_needs_a_credit_and_no_room() -> None:
     assert busy.why_busy(DaemonLane(credits=1), done_unacked=0, ids=0, journal_full=True, kept=True) is None
     no_credit = busy.why_busy(DaemonLane(credits=0), done_unacked=0, ids=0, journal_full=False, kept=True)
