@@ -151,6 +151,7 @@ class NodeRound:
         self._status = StatusServer(self._state_dir, self.status)
         self._tasks: list[asyncio.Task[None]] = []
         self._keeping: set[asyncio.Future[None]] = set()
+        self.link.on_serving_ca = self._keep_serving_ca
 
     async def start(self) -> None:
         """End what was left running, judge what was left unfinished, and begin to dial."""
@@ -332,12 +333,16 @@ class NodeRound:
             self.conditions.set("JournalReplaced", holds=True, reason="damaged", message=contents.set_aside)
         if left:
             log.warning("processes that an earlier bcd left running were ended", process_groups=left)
-        self.link.on_serving_ca = self._keep_serving_ca
 
     def _keep_serving_ca(self, pem: bytes) -> None:
         keeping = asyncio.ensure_future(self._journal.write(PutDocument(SERVING_CA_DOCUMENT, pem)))
         self._keeping.add(keeping)
-        keeping.add_done_callback(self._keeping.discard)
+        keeping.add_done_callback(self._serving_ca_kept)
+
+    def _serving_ca_kept(self, keeping: asyncio.Future[None]) -> None:
+        self._keeping.discard(keeping)
+        if not keeping.cancelled() and (error := keeping.exception()) is not None:
+            log.warning("the serving CA was not kept: the next start looks it up again", error=str(error))
 
     # What happens while it lives.
 

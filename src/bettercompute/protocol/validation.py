@@ -76,6 +76,9 @@ MOST_BYTES: Mapping[str, int] = {
     "Signature.value": limits.MAX_NAME_CHARS,
 }
 
+# Numbers of 64 bits that the store adds to.
+MOST_NUMBERS: Mapping[str, int] = {"CommandOutput.offset": limits.MAX_BIGINT - limits.MAX_OUTPUT_BYTES}
+
 # Texts that may be longer than a name, by field name.
 _LONG_TEXTS: Mapping[str, int] = {
     "message": limits.MAX_SENTENCE_CHARS,
@@ -137,7 +140,7 @@ def _single_check(name: str, field: FieldDescriptor) -> Check | None:
     if field.type == FieldDescriptor.TYPE_INT64 and field.name.endswith("_ms"):
         return _check_time
     if field.type == FieldDescriptor.TYPE_UINT64:
-        return _number_check(limits.MAX_BIGINT)
+        return _number_check(MOST_NUMBERS.get(name, limits.MAX_BIGINT))
     if field.type == FieldDescriptor.TYPE_UINT32:
         return _number_check(limits.MAX_INTEGER)
     if field.type == FieldDescriptor.TYPE_DOUBLE:

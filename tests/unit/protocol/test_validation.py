@@ -136,6 +136,10 @@ BAD = {
     "no journal's name": (events(event(), journal_id="\0"), r"EventBatch\.journal_id holds a NUL"),
     "many events": (events(*[event()] * 501), "EventBatch.events has 501 entries: at most 500"),
     "seq 0": (events(event(), event(seq=0)), r"EventBatch\.events\[1\]\.seq is 0: 1 to"),
+    "an end of output past bigint": (
+        update(output=messages.CommandOutput(offset=limits.MAX_BIGINT - limits.MAX_OUTPUT_BYTES + 1)),
+        r"CommandUpdate\.output\.offset is",
+    ),
     "seq past bigint": (events(event(seq=BIG)), r"EventBatch\.events\[0\]\.seq is"),
     "no UUID": (events(event(event_id="1")), r"EventBatch\.events\[0\]\.event_id is '1': it must be a UUID"),
     "UUID in capitals": (events(event(event_id=EVENT_ID.replace("a", "A"))), "must be a UUID"),
