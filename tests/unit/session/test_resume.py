@@ -187,6 +187,81 @@ def case_of(flavour: str) -> Case:
     )
 
 
+@pytest.mark.parametrize(
+    ("case", "reason", "message"),
+    [
+        (
+            {"flavour": "unsafe", "allowed": False},
+            resume.KIND_NOT_ALLOWED,
+            "the node's certificate does not allow unsafe",
+        ),
+        (
+            {"flavour": "safe", "cancel": True, "journal_changed": True},
+            resume.CANCELLED,
+            "a cancel was asked for, and the node came back with a new journal: nothing there knows the command",
+        ),
+        (
+            {"flavour": "upgrade", "boot_changed": True},
+            resume.NOT_PROVEN,
+            "the node booted anew, but this does not prove upgrade "
+            "(the daemon's version is the payload's target_version)",
+        ),
+        (
+            {"flavour": "reboot", "journal_changed": True},
+            resume.JOURNAL_LOST,
+            "the node came back with a new journal; reboot may have run and is not run twice",
+        ),
+        (
+            {"flavour": "unsafe", "journal_changed": True},
+            resume.JOURNAL_LOST,
+            "the node came back with a new journal; unsafe may have run and is not run twice",
+        ),
+        (
+            {"flavour": "reboot", "attempt": 3},
+            resume.ATTEMPTS_EXHAUSTED,
+            "sent 3 times, at most 3 for a kind that ends the daemon",
+        ),
+        ({"flavour": "reboot", "boot_changed": True}, "", ""),
+    ],
+    ids=["not-allowed", "cancelled", "not-proven", "lost-proof", "lost", "exhausted", "proven"],
+)
+def test_what_people_are_told_of_an_end(case: dict[str, object], reason: str, message: str) -> None:
+    end = settle(replace(case_of("safe"), **case)).end  # type: ignore[arg-type]  # fields of Case
+    assert end is not None
+    assert (end.command_id, end.reason, end.message) == ("c", reason, message)
+
+
+def test_without_the_boot_of_the_sending_the_rows_own_is_compared() -> None:
+    """A command that an older control plane has sent: its row does not say under which boot."""
+    for boot_changed in (True, False):
+        command = CommandInFlight(
+            command_id="c",
+            kind="reboot",
+            lane=1,
+            seq=1,
+            state=CommandState.RUNNING,
+            attempt=1,
+            sent_boot_id="",
+            cancel_requested=False,
+            body=b"",
+        )
+        reconnect = Reconnect(
+            boot_id="boot-2",
+            role=1,
+            previous_role=1,
+            daemon_version="",
+            journal_changed=False,
+            boot_changed=boot_changed,
+            doubtful=False,
+            proven=True,
+            running=frozenset(),
+            results=frozenset(),
+            allowed_kinds=None,
+        )
+        settled = resume.settle(command, reconnect, kinds=KINDS_TRIED)
+        assert (settled.end is not None) is boot_changed
+
+
 def test_the_wrong_payload_proves_no_upgrade() -> None:
     command = CommandInFlight(
         command_id="c",
