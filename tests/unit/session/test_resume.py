@@ -203,8 +203,7 @@ def case_of(flavour: str) -> Case:
         (
             {"flavour": "upgrade", "boot_changed": True},
             resume.NOT_PROVEN,
-            "the node booted anew, but this does not prove upgrade "
-            "(the daemon's version is the payload's target_version)",
+            f"the node booted anew, but this does not prove upgrade ({Proof.DAEMON_VERSION.value})",
         ),
         (
             {"flavour": "reboot", "journal_changed": True},
