@@ -8,6 +8,7 @@ docs/daemon.md, "How it is made"; decisions 0083.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -79,6 +80,7 @@ class Driver:
         self._journal = journal
         self._shell = shell
         self._inputs: asyncio.Queue[DaemonInput | _NewEvent] = asyncio.Queue()
+        self._first: deque[DaemonInput] = deque()
         self._room = asyncio.Event()
         self._event_seq = state.last_event_seq
 
@@ -99,6 +101,10 @@ class Driver:
         self.state = replace(
             self.state, clock=clock.joined(self.state.clock, server_time_ms=server_time_ms, now_ms=now_ms)
         )
+
+    def give_first(self, given: DaemonInput) -> None:
+        """Have an input taken before those that are queued: what comes after is to be judged by it."""
+        self._first.append(given)
 
     async def feed(self, given: DaemonInput) -> None:
         """Queue an input from outside, waiting for room: a gateway that floods is held by its own flow control."""
@@ -122,6 +128,8 @@ class Driver:
                 await self._take(given)
 
     async def _next(self) -> DaemonInput | _NewEvent:
+        if self._first:
+            return self._first.popleft()
         now_ms = self._world.clock.monotonic_ms()
         try:
             async with asyncio.timeout(daemon_side.next_tick_ms(self.state, now_ms=now_ms) / 1000):

@@ -353,7 +353,8 @@ class NodeShell:
                 reason=change.value,
                 message="the bundle's approver set was not taken; this node goes on enforcing its own" if kept else "",
             )
-            self.driver.give(TrustHeld(newer.version, Authority.of(newer.content, approvers)))
+            # Before what the session has brought meanwhile: Welcome is a barrier, and this is a part of it.
+            self.driver.give_first(TrustHeld(newer.version, Authority.of(newer.content, approvers)))
 
     async def _apply_desired(self, desired: messages.DesiredState) -> None:
         held = self._parts.desired

@@ -13,13 +13,15 @@ from bettercompute.daemon import driver as driver_module
 from bettercompute.daemon.driver import Driver
 from bettercompute.daemon.group_commit import Journal
 from bettercompute.delivery.commands import CommandState
+from bettercompute.pki import certificates
+from bettercompute.pki.trust import CommandRoot
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import pack_payload
 from bettercompute.session import daemon_side, effects
-from bettercompute.session.authority import ANYBODY
+from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
 from bettercompute.session.effects import DaemonEffect
-from bettercompute.session.inputs import DaemonTick, Dialed, HandlerFinished, ServerFrameReceived
+from bettercompute.session.inputs import DaemonTick, Dialed, HandlerFinished, ServerFrameReceived, TrustHeld
 from bettercompute.system import system_world
 from tests.unit.daemon.journal_samples import SMALL
 
@@ -85,7 +87,7 @@ class Bench:
     outside: Outside
     task: asyncio.Task[None]
 
-    async def welcome(self) -> messages.Hello:
+    async def welcome(self, *, trust: messages.SignedTrustBundle | None = None) -> messages.Hello:
         self.driver.give(Dialed(fresh_nonce=b"n" * 16))
         hello = (await self.outside.frame("hello")).hello
         welcome = messages.Welcome(
@@ -95,6 +97,7 @@ class Bench:
             heartbeat_interval_ms=60_000,
             lane_credits=[messages.LaneCredits(lane=messages.LANE_CONTROL, credits=8)],
             server_time_ms=WORLD.clock.now_ms(),
+            trust=trust,
         )
         self.frame(welcome=welcome)
         return hello
@@ -170,6 +173,24 @@ async def test_a_journal_without_room_makes_the_command_busy_and_nothing_starts(
     started = [effect for effect in bench.outside.obeyed if isinstance(effect, effects.StartHandler)]
     assert [effect.command_id for effect in started] == ["first"]
     assert set(bench.driver.state.entries) == {"first"}
+
+
+async def test_what_comes_behind_a_trust_bundle_is_judged_by_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = certificates.make_command_root(serial=bytes(16), now_ms=WORLD.clock.now_ms())
+    signed_only = Authority(command_roots=(CommandRoot(certificate=root.certificate),))
+    obey = bench.outside.obey
+
+    async def taking(effect: DaemonEffect) -> None:
+        await obey(effect)
+        if isinstance(effect, effects.ApplyTrust):
+            # Verifying and keeping it takes its time, in which the gateway goes on sending.
+            bench.command("c1")
+            bench.driver.give_first(TrustHeld(2, signed_only))
+
+    monkeypatch.setattr(bench.outside, "obey", taking)
+    await bench.welcome(trust=messages.SignedTrustBundle(body=b"bundle"))
+    update = await bench.update()
+    assert (update.command_id, update.reject_reason) == ("c1", messages.COMMAND_REJECT_REASON_BAD_SIGNATURE)
 
 
 async def test_events_are_journaled_numbered_and_sent_when_there_is_a_session(bench: Bench) -> None:
