@@ -55,6 +55,7 @@ class RetentionController:
         keep, database = self._keep, self._database
         removed = {
             "commands": await retention.delete_commands(database, older_than_ms=keep.commands_ms, batch_size=BATCH),
+            "approvals": await retention.delete_approvals(database, older_than_ms=keep.commands_ms, batch_size=BATCH),
             "outbox": await retention.delete_outbox(database, older_than_ms=keep.outbox_ms, batch_size=BATCH),
             "events": await retention.delete_events(database, older_than_ms=keep.events_ms, batch_size=BATCH),
             "certificates": await retention.delete_certificates(

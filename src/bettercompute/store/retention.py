@@ -10,6 +10,11 @@ async def delete_commands(queries: Queries, *, older_than_ms: int, batch_size: i
     return len(await queries.fetch("retention.commands", older_than_ms=older_than_ms, batch_size=batch_size))
 
 
+async def delete_approvals(queries: Queries, *, older_than_ms: int, batch_size: int) -> int:
+    """Remove approvals of batches that ended long ago and of which no command is left; return how many."""
+    return len(await queries.fetch("retention.approvals", older_than_ms=older_than_ms, batch_size=batch_size))
+
+
 async def delete_certificates(queries: Queries, *, older_than_ms: int, batch_size: int) -> int:
     """Remove certificates that expired long ago; return how many."""
     return len(await queries.fetch("retention.certificates", older_than_ms=older_than_ms, batch_size=batch_size))

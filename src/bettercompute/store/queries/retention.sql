@@ -16,6 +16,18 @@ WITH old AS MATERIALIZED (
 DELETE FROM commands c WHERE c.id = ANY (ARRAY (SELECT id FROM locked))
 RETURNING c.id;
 
+-- name: retention.approvals
+-- other: retention; who approved a batch is kept as long as the last of its commands
+WITH locked AS MATERIALIZED (
+  SELECT a.batch_id FROM approval_batches a
+  WHERE a.not_after < compute_now() - ms(:older_than_ms)
+    AND NOT EXISTS (SELECT FROM commands c WHERE c.batch_id = a.batch_id)
+  ORDER BY a.batch_id LIMIT :batch_size
+  FOR UPDATE SKIP LOCKED
+)
+DELETE FROM approval_batches a USING locked WHERE a.batch_id = locked.batch_id
+RETURNING a.batch_id;
+
 -- name: retention.certificates
 -- other: retention; one that has expired long ago opens nothing, and proves nothing either
 WITH expired AS MATERIALIZED (
