@@ -21,6 +21,7 @@ from bettercompute.api import (
     trust_keys,
     waiting,
 )
+from bettercompute.api.api_tokens import router as api_tokens_router
 from bettercompute.api.auth import Principal, authenticate
 from bettercompute.api.bounds import Bounds
 from bettercompute.api.certificates import router as certificates_router
@@ -79,6 +80,7 @@ def create_app(context: ApiContext) -> FastAPI:
         commands.router,
         batches.router,
         tokens.router,
+        api_tokens_router,
         gateways.router,
         trust_keys.router,
         approvers.router,

@@ -1,9 +1,9 @@
-"""Who asks, and what they may: bearer tokens with one of three roles."""
+"""Who asks, and what they may: bearer tokens with one of three roles, for all nodes or those with certain labels."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -14,6 +14,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import api_tokens
 from bettercompute.store.database import Queries
 
+TOKEN_PREFIX = "bct1_"  # noqa: S105 - a prefix, no secret
 TOKEN_CHARACTERS_MAX = 512
 
 
@@ -31,6 +32,13 @@ class Principal:
 
     name: str
     role: Role
+    labels: Mapping[str, str] | None = None
+    """None: every node; else those that carry all of these, see `label_scopes`."""
+
+    @property
+    def scope_text(self) -> str:
+        """Return the scope as a selector."""
+        return ",".join(f"{key}={value}" for key, value in sorted((self.labels or {}).items()))
 
 
 def token_sha256(token: str) -> bytes:
@@ -46,18 +54,14 @@ async def authenticate(queries: Queries, authorization: str) -> Principal:
     found = await api_tokens.find(queries, sha256=token_sha256(token.strip()))
     if found is None:
         raise refuse(Reason.UNAUTHENTICATED, "this token is not known")
-    if found.label_scope is not None:
-        # Kept by the table for what is to come. Until every route asks for it, such a token opens nothing.
-        raise refuse(
-            Reason.ACCESS_DENIED,
-            f"the token of {found.name} is for nodes with certain labels only, which this version does not tell apart: "
-            "use one without a label scope",
-        )
-    return Principal(name=found.name, role=Role[found.role.upper()])
+    return Principal(name=found.name, role=Role[found.role.upper()], labels=found.label_scope)
 
 
-def require(role: Role) -> Callable[[Request], Awaitable[Principal]]:
-    """Return a dependency that gives the caller's `Principal`, as `bounds` found it, or refuses one below `role`."""
+def require(role: Role, *, scoped: bool = False) -> Callable[[Request], Awaitable[Principal]]:
+    """Return a dependency that gives the caller's `Principal`, as `bounds` found it, or refuses one below `role`.
+
+    Only a route that is `scoped` takes a token with a label scope, and asks `label_scopes` what of it is within.
+    """
 
     async def principal(request: Request) -> Principal:
         caller = getattr(request.state, "principal", None)
@@ -66,6 +70,12 @@ def require(role: Role) -> Callable[[Request], Awaitable[Principal]]:
         if caller.role < role:
             raise refuse(
                 Reason.ACCESS_DENIED, f"{caller.name} is {caller.role.name.lower()}; this needs {role.name.lower()}"
+            )
+        if caller.labels is not None and not scoped:
+            raise refuse(
+                Reason.ACCESS_DENIED,
+                f"the token of {caller.name} is for nodes with {caller.scope_text} only, and this is not about single "
+                "nodes: use one without a label scope",
             )
         return caller
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, StringConstraints
 
+from bettercompute.api import label_scopes
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.shapes import OutputShape, next_offset, output_shape, progress_json
@@ -210,7 +211,7 @@ async def get_batch(
     batch_id: Id,
     request: Request,
     context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))],
     wait_ms: Annotated[int, Query(ge=0, le=WAIT_MS_MAX, description="Wait this long for news.")] = 0,
     since: Annotated[
         Annotated[Id, StringConstraints(max_length=CURSOR_CHARACTERS_MAX)] | None,
@@ -221,6 +222,7 @@ async def get_batch(
     ] = 0,
 ) -> Batch:
     """Return how a run stands, or, with `since`, wait until more of it has ended and return that."""
+    await label_scopes.check_batch(context.database, caller, batch_id)
     board: BatchBoard = request.app.state.batches
     deadline_ms = context.world.clock.monotonic_ms() + wait_ms
     while True:
@@ -238,13 +240,14 @@ async def get_batch(
 async def get_output(
     batch_id: Id,
     context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))],
     command: Annotated[
         list[Annotated[Id, StringConstraints(pattern=_FROM, max_length=CURSOR_CHARACTERS_MAX)]],
         Query(max_length=FOLLOWED_MAX, description="COMMAND_ID:FROM_OFFSET; may be repeated."),
     ],
 ) -> BatchOutput:
     """Return what these commands of the batch have written since; ask again from each `next_offset`."""
+    await label_scopes.check_batch(context.database, caller, batch_id)
     offsets = {name: int(offset) for name, _, offset in (item.rpartition(":") for item in command)}
     found = await commands.output_of_batch(context.database, batch_id=batch_id, from_offsets=offsets)
     return BatchOutput(

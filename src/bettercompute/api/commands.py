@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Header, Query
 from pydantic import BaseModel, Field, StringConstraints
 
 from bettercompute import telemetry
-from bettercompute.api import payloads, quorums
+from bettercompute.api import label_scopes, payloads, quorums
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.enqueue import Wanted, enqueue, kind_named
@@ -107,14 +107,15 @@ class Preview(BaseModel):
 async def run(
     request: RunRequest,
     context: Context,
-    caller: Annotated[Principal, Depends(require(Role.OPERATOR))],
+    caller: Annotated[Principal, Depends(require(Role.OPERATOR, scoped=True))],
     idempotency_key: Annotated[IdempotencyKey | None, Header()] = None,
 ) -> RunAnswer:
     """Enqueue a command for each node."""
+    await label_scopes.check_nodes(context.database, caller, request.nodes or ())
     wanted = Wanted(
         kind=request.kind,
         payload=request.payload,
-        targets=_targets(request),
+        targets=_targets(request, caller),
         timeout_ms=request.timeout_ms,
         not_after_in_ms=request.not_after_ms,
         asked_by=caller.name,
@@ -127,12 +128,13 @@ async def run(
 
 @router.post("/commands/preview")
 async def preview(
-    request: RunRequest, context: Context, _: Annotated[Principal, Depends(require(Role.OPERATOR))]
+    request: RunRequest, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR, scoped=True))]
 ) -> Preview:
     """Check a run and say which nodes would be asked, without asking them."""
+    await label_scopes.check_nodes(context.database, caller, request.nodes or ())
     kind = kind_named(request.kind)
     payloads.read(kind, request.payload)
-    chosen = await choose(context.database, kind, _targets(request))
+    chosen = await choose(context.database, kind, _targets(request, caller))
     approvers = await quorums.approvers_for(context.database, kind, unbatched=request.unbatched)
     return Preview(
         kind=kind.name,
@@ -141,21 +143,24 @@ async def preview(
     )
 
 
-def _targets(request: RunRequest) -> Targets:
+def _targets(request: RunRequest, caller: Principal) -> Targets:
     if (request.all, bool(request.nodes), request.selector is not None).count(True) != 1:
         raise refuse(
             Reason.BAD_REQUEST, "name the nodes in `nodes`, select them by `selector`, or set `all`; one of the three"
         )
     return Targets(
         node_ids=request.nodes or None,
-        requirements=() if request.selector is None else selectors.parse(request.selector),
+        requirements=(
+            *label_scopes.requirements(caller),
+            *(() if request.selector is None else selectors.parse(request.selector)),
+        ),
     )
 
 
 @router.get("/commands")
 async def list_commands(
     context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))],
     after: AfterId = None,
     limit: Limit = PAGE_ROWS,
     node_id: Id | None = None,
@@ -169,6 +174,9 @@ async def list_commands(
         raise refuse(Reason.BAD_REQUEST, "a selector goes with neither node_id nor batch_id: leave one of them out")
     if node_id is not None and await nodes.get(context.database, node_id=node_id) is None:
         raise refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")
+    await label_scopes.check_nodes(context.database, caller, () if node_id is None else (node_id,))
+    if batch_id is not None:
+        await label_scopes.check_batch(context.database, caller, batch_id)
     states = None if state is None else [command_state(state)]
     if batch_id is not None:
         if not await commands.list_batch(context.database, batch_id=batch_id, page_size=1):
@@ -189,7 +197,7 @@ async def list_commands(
             context.database,
             before=after or commands.NEWEST,
             page_size=limit,
-            node_ids=[node_id] if node_id is not None else await _selected(context, selector),
+            node_ids=[node_id] if node_id is not None else await _selected(context, selector, caller),
             kind=kind,
             states=states,
         )
@@ -200,10 +208,11 @@ async def list_commands(
     )
 
 
-async def _selected(context: ApiContext, selector: str | None) -> list[str] | None:
-    if selector is None:
+async def _selected(context: ApiContext, selector: str | None, caller: Principal) -> list[str] | None:
+    wanted = (*label_scopes.requirements(caller), *(() if selector is None else selectors.parse(selector)))
+    if not wanted:
         return None
-    chosen = await nodes.choose(context.database, selectors.parse(selector), page_size=SELECTED_NODES_MAX + 1)
+    chosen = await nodes.choose(context.database, wanted, page_size=SELECTED_NODES_MAX + 1)
     if len(chosen) > SELECTED_NODES_MAX:
         raise refuse(
             Reason.BAD_REQUEST,
@@ -214,9 +223,10 @@ async def _selected(context: ApiContext, selector: str | None) -> list[str] | No
 
 @router.get("/commands/{command_id}")
 async def get_command(
-    command_id: Id, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
+    command_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))]
 ) -> CommandShape:
     """Return one command with its result."""
+    await label_scopes.check_command(context.database, caller, command_id)
     command = await commands.get(context.database, command_id=command_id)
     if command is None:
         raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
@@ -227,10 +237,11 @@ async def get_command(
 async def get_output(
     command_id: Id,
     context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))],
     from_offset: Annotated[int, Query(ge=0, le=MAX_BIGINT)] = 0,
 ) -> Output:
     """Return the next pieces of what a command has written so far; about the last 64 KiB are kept."""
+    await label_scopes.check_command(context.database, caller, command_id)
     if not await commands.states(context.database, command_ids=[command_id]):
         raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
     pieces = await commands.output(context.database, command_id=command_id, from_offset=from_offset)
@@ -245,9 +256,10 @@ async def cancel(
     command_id: Id,
     request: CancelRequest,
     context: Context,
-    caller: Annotated[Principal, Depends(require(Role.OPERATOR))],
+    caller: Annotated[Principal, Depends(require(Role.OPERATOR, scoped=True))],
 ) -> CancelAnswer:
     """Ask for a command's end. It is kept until the node has heard of it; a result that came first stands."""
+    await label_scopes.check_command(context.database, caller, command_id)
     async with context.database.transaction() as transaction:
         outcomes = await commands.request_cancel(
             transaction,

@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
+from bettercompute.api import label_scopes
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
 from bettercompute.api.paging import PAGE_ROWS, AfterNode, Limit, Page, SelectorText
@@ -64,7 +65,7 @@ class LabelsAnswer(BaseModel):
 @router.get("")
 async def list_nodes(
     context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))],
     after: AfterNode = None,
     limit: Limit = PAGE_ROWS,
     site: Text | None = None,
@@ -74,13 +75,16 @@ async def list_nodes(
 ) -> Page[NodeShape]:
     """List nodes in the order of their ids."""
     requirements = [
-        Requirement(key=key, values=(value,))
-        for key, value in {
-            "site": None if site is None else check_site(site),
-            "role": None if role is None else check_role(role),
-            "state": state,
-        }.items()
-        if value is not None
+        *label_scopes.requirements(caller),
+        *(
+            Requirement(key=key, values=(value,))
+            for key, value in {
+                "site": None if site is None else check_site(site),
+                "role": None if role is None else check_role(role),
+                "state": state,
+            }.items()
+            if value is not None
+        ),
     ]
     if selector is not None:
         requirements += selectors.parse(selector)
@@ -93,8 +97,11 @@ async def list_nodes(
 
 
 @router.get("/{node_id}")
-async def get_node(node_id: Id, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]) -> NodeDetail:
+async def get_node(
+    node_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))]
+) -> NodeDetail:
     """Return one node with its conditions and inventory."""
+    await label_scopes.check_nodes(context.database, caller, [node_id])
     node = await nodes.get(context.database, node_id=node_id)
     if node is None:
         raise refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")

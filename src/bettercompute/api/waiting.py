@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from bettercompute import telemetry
+from bettercompute.api import label_scopes
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
 from bettercompute.api.storable import Body, Id, Text
@@ -53,8 +54,11 @@ class AbandonAnswer(BaseModel):
 
 
 @router.get("/{command_id}/why")
-async def why(command_id: Id, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]) -> WhyAnswer:
+async def why(
+    command_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))]
+) -> WhyAnswer:
     """Say what exactly a command waits for."""
+    await label_scopes.check_command(context.database, caller, command_id)
     facts = await _facts(context.database, command_id)
     return WhyAnswer(
         id=command_id,

@@ -8,6 +8,7 @@ import typer
 
 import bettercompute
 from bettercompute.cli import (
+    api_tokens,
     approving,
     commands,
     database,
@@ -38,9 +39,10 @@ app.add_typer(nodes.app, name="nodes")
 app.add_typer(commands.app, name="commands")
 app.add_typer(spec.app, name="spec")
 app.add_typer(tokens.app, name="token")
+app.add_typer(api_tokens.app, name="api-token")
 app.add_typer(gateways.app, name="gateway")
-app.command("dev")(dev)
 app.command("doctor")(doctor)
+app.command("dev")(dev)
 app.command("serve")(serve)
 app.add_typer(database.app, name="db")
 app.add_typer(pki.app, name="pki")

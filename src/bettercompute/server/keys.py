@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from bettercompute.api.auth import token_sha256
+from bettercompute.api.auth import TOKEN_PREFIX, token_sha256
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, keyfiles
 from bettercompute.pki.certificates import Use
@@ -27,7 +27,6 @@ from bettercompute.world import World
 
 OPERATOR_TOKEN_FILE = "operator-token"  # noqa: S105 - a file's name
 OPERATOR_NAME = "operator"
-TOKEN_PREFIX = "bct1_"  # noqa: S105 - a prefix, no secret
 
 # What a process shows and by which CA it judges who is at the other end, of nodes and of our own processes.
 SERVING_FILES = (f"{GATEWAY}.pem", f"{GATEWAY}.key", f"{keyfiles.SERVING_CA}.pem")

@@ -35,10 +35,7 @@ async def create(
     lifetime_ms: int | None = None,
     label_scope: Mapping[str, str] | None = None,
 ) -> bool:
-    """Record a token; False when the name is taken. `lifetime_ms` None: it does not expire.
-
-    A token with a label scope is kept and, as long as no route tells nodes apart by it, refused at every request.
-    """
+    """Record a token; False when the name is taken. `lifetime_ms` None: it does not expire."""
     row = await queries.fetch_one(
         "api_tokens.insert",
         token_id=token_id,

@@ -228,6 +228,11 @@ async def states(queries: Queries, *, command_ids: Sequence[str]) -> list[StateO
     return [_state(row) for row in await queries.fetch("commands.states", command_ids=list(command_ids))]
 
 
+async def nodes_of_batch(queries: Queries, *, batch_id: str) -> list[str]:
+    """Return the nodes that a batch asked."""
+    return [row["node_id"] for row in await queries.fetch("commands.nodes_of_batch", batch_id=batch_id)]
+
+
 async def states_of_batch(queries: Queries, *, batch_id: str, after: str = "") -> list[StateOf]:
     """Return where the commands of a batch after the id `after` are, by id."""
     return [_state(row) for row in await queries.fetch("commands.states_of_batch", batch_id=batch_id, after=after)]

@@ -161,6 +161,18 @@ async def choose(
     return [_chosen(row) for row in rows]
 
 
+async def outside(queries: Queries, labels: Sequence[Requirement], *, node_ids: Sequence[str]) -> list[str]:
+    """Return those of the ids whose node lacks one of the labels, each a requirement of one value; by id."""
+    rows = await queries.fetch(
+        "nodes.outside",
+        node_ids=sorted(set(node_ids)),
+        keys=[item.key for item in labels],
+        sources=[item.source.value for item in labels],
+        label_values=[item.values[0] if item.values else "" for item in labels],
+    )
+    return [row["node_id"] for row in rows]
+
+
 async def list_page(
     queries: Queries, *, after: str = "", page_size: int, requirements: Sequence[Requirement] = ()
 ) -> list[Node]:

@@ -157,6 +157,10 @@ RETURNING c.id AS command_id;
 -- other: a hint for gateways and for those who wait
 SELECT pg_notify(:channel, payload) FROM unnest(:payloads::text[]) AS payload;
 
+-- name: commands.nodes_of_batch
+-- other: read; the nodes that a batch asked
+SELECT DISTINCT node_id FROM commands WHERE batch_id = :batch_id;
+
 -- name: commands.states_of_batch
 -- other: read by whoever waits for a run to end: the small columns only
 SELECT id AS command_id, node_id, state, reason, message FROM commands WHERE batch_id = :batch_id AND id > :after

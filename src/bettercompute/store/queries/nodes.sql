@@ -88,6 +88,17 @@ SELECT n.node_id, n.role, n.state
  ORDER BY carried.node_id
  LIMIT :page_size;
 
+-- name: nodes.outside
+-- other: read; which of these have not every one of the labels
+SELECT asked.node_id FROM unnest(:node_ids::text[]) AS asked (node_id)
+ WHERE EXISTS (
+         SELECT FROM unnest(:keys::text[], :sources::text[], :label_values::text[]) AS wanted (key, source, value)
+          WHERE NOT EXISTS (
+                  SELECT FROM node_labels l
+                   WHERE l.node_id = asked.node_id AND l.source = wanted.source AND l.key = wanted.key
+                     AND l.value = wanted.value))
+ ORDER BY asked.node_id;
+
 -- name: nodes.existing
 -- other: read
 SELECT node_id, role, state FROM nodes WHERE node_id = ANY (:node_ids::text[]) ORDER BY node_id;
