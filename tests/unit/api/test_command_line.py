@@ -266,3 +266,21 @@ async def test_a_slow_reader_over_a_socket_sees_why_it_was_dropped(context, serv
     reader.close()
     assert b'event: dropped\ndata: {"reason": "slow-consumer"' in told[-400:]
     assert told.count(b"\nevent: node.joined") < 800
+
+
+async def test_api_tokens_from_the_command_line(bettercompute) -> None:
+    made = await bettercompute(
+        "api-token", "create", "ci", "--role", "viewer", "--label", "rack=7", token="secret-admin"
+    )
+    assert made.exit_code == 0, made.output
+    assert made.stdout.startswith("bct1_")
+    assert "ci, viewer, nodes with rack=7, until it is revoked" in made.stderr
+    seen = await bettercompute("nodes", "list", token=made.stdout.strip())
+    assert seen.exit_code == 0, seen.output
+    listed = await bettercompute("api-token", "list", token="secret-admin")
+    assert "nodes with rack=7" in listed.stdout
+    assert made.stdout.strip() not in listed.stdout
+    assert (await bettercompute("api-token", "revoke", "ci", token="secret-admin")).exit_code == 0
+    assert (await bettercompute("nodes", "list", token=made.stdout.strip())).exit_code != 0
+    wrong = await bettercompute("api-token", "create", "x", "--label", "rack", token="secret-admin")
+    assert (wrong.exit_code, "write key=value" in wrong.stderr) == (2, True)
