@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import json
 import subprocess
@@ -60,7 +61,9 @@ class Node:
         self.logs.mkdir()
         self.boot_id.write_text("boot-1\n")
         reboot = folder / "reboot"
-        reboot.write_text(f'#!/bin/sh\necho boot-2 > {self.boot_id}\necho "$BC_REASON" >> {self.reboots}\n')
+        reboot.write_text(
+            f'#!/bin/sh\necho boot-2 > {self.boot_id}\necho "$BC_REASON" >> {self.reboots}\necho going down\n'
+        )
         reboot.chmod(0o700)
         self.config.write_text(
             f'state_dir = "{folder / "state"}"\nidentity_import = "{identity}"\ngateway_url = ["{gateway_url}"]\n'
@@ -92,6 +95,11 @@ def run(stack: Stack, node_id: str, kind: str, payload: dict[str, Any], *more: s
     return found
 
 
+def printed(stack: Stack, command_id: str) -> bytes:
+    pieces = stack.client.get(f"/v1/commands/{command_id}/output")["items"]
+    return b"".join(base64.b64decode(piece["data_base64"]) for piece in pieces)
+
+
 def test_the_kinds(stack: Stack, provisioned: tuple[str, Path], node: Node, store: Store) -> None:
     node_id, _ = provisioned
     (node.logs / "app.log").write_text("first\nsecond\n")
@@ -108,6 +116,9 @@ def test_the_kinds(stack: Stack, provisioned: tuple[str, Path], node: Node, stor
     )
     command_id = made["commands"][0]["id"]
     until(node.reboots.exists, what="the reboot command")
+    # Told while the command runs: of a reboot nobody would hear it afterwards.
+    until(lambda: printed(stack, command_id) == b"going down\n", what="what the reboot command printed")
+    assert stack.client.get(f"/v1/commands/{command_id}")["state"] == "running"
     node.kill()
     node.start()
     until(lambda: stack.client.get(f"/v1/commands/{command_id}")["state"] == "succeeded", what="the proof by boot id")
