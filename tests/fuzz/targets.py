@@ -16,16 +16,34 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from bettercompute.daemon import config as daemon_config
+from bettercompute.daemon import control
 from bettercompute.delivery import selectors
 from bettercompute.errors import Refused
-from bettercompute.pki import certificates, identity, identity_file, join_token, sealed, signatures, trust
+from bettercompute.pki import (
+    certificates,
+    discovery,
+    identity,
+    identity_file,
+    join_challenge,
+    join_token,
+    sealed,
+    signatures,
+    trust,
+)
 from bettercompute.pki.identity import NodeIdentity
 from bettercompute.pki.trust import TrustContent
 from bettercompute.protocol import messages
+from bettercompute.protocol.envelopes import x509pop_input
 from bettercompute.protocol.frames import decode_message, encode_message
 from bettercompute.protocol.kinds import KINDS, pack_payload, unpack_payload
 from bettercompute.protocol.statuses import decode_grpc_message, parse_attempt, parse_pushback, parse_server_time
 from bettercompute.protocol.validation import validate_for_store
+from bettercompute.services.attestors.challenges import Challenges
+from bettercompute.services.attestors.x509pop import X509PopAttestor
+from bettercompute.services.installation import Installation
+from bettercompute.services.issuing import Issuer, Request
+from bettercompute.services.keys import ServiceKeys
+from bettercompute.system import system_world
 from bettercompute.transport import tls
 from bettercompute.transport.grpc_call import MessageReader
 from bettercompute.transport.h2_client import H2Client
@@ -159,6 +177,85 @@ def selector(data: bytes) -> None:
     selectors.parse(_text(data))
 
 
+def x509pop_evidence(data: bytes) -> None:
+    """What JoinService reads of a node that says its certificate has expired."""
+    asked = messages.JoinRequest(evidence=data)
+    X509PopAttestor(_issuer()).examine(asked, Request(csr_der=b"csr", public_key=KEY.public_key()), role="node")
+
+
+def discovery_assertion(data: bytes) -> None:
+    found = discovery.verify_assertion(data, roots=[_node_ca().certificate], trust_domain="bc.local", now_ms=NOW_MS)
+    assert found.site_agent.role == "site"
+
+
+def challenge_answer(data: bytes) -> None:
+    """What comes back for a challenge, beside a secret that is sealed as it should be."""
+    sealed_token = join_token.seal_proof(
+        bytes(32), join_encryption_key=KEY.public_key(), csr_der=b"csr", role="node", now_ms=NOW_MS
+    )
+    challenges = Challenges("provisioned", _issuer().source, system_world())
+    asked = messages.JoinRequest(sealed_token=sealed_token, challenge_answer=data)
+    challenges.examine(asked, Request(csr_der=b"csr", public_key=KEY.public_key()), role="node")
+
+
+def control_request(data: bytes) -> None:
+    control.parse_request(data)
+
+
+@functools.cache
+def _issuer() -> Issuer:
+    keys = ServiceKeys(
+        node_cas=(_node_ca(),),
+        join_signing_keys=(KEY,),
+        join_encryption_keys=(KEY,),
+        serving_cas=(_node_ca().certificate,),
+        command_roots=(_node_ca().certificate,),
+    )
+    return Issuer(keys, Installation(trust_domain="bc.local", gateway_urls=("https://gw:443",)), system_world())
+
+
+def _x509pops() -> list[bytes]:
+    signed = x509pop_input(csr=b"csr", node_id="n1", client_time_ms=NOW_MS)
+    evidence = messages.X509PopEvidence(
+        certificate_chain=_leaves(), client_time_ms=NOW_MS, proof=signatures.sign(KEY, signed)
+    )
+    return [evidence.SerializeToString()]
+
+
+def _assertions() -> list[bytes]:
+    agent = certificates.make_node_leaf(
+        _node_ca(),
+        public_key=KEY.public_key(),
+        identity=NodeIdentity(trust_domain="bc.local", site="oslo", node_id="s1", role="site"),
+        serial=bytes(16),
+        now_ms=NOW_MS,
+    )
+    assertion = messages.site.DiscoveryAssertion(
+        site_node_id="s1",
+        site="oslo",
+        mac_address="00:00:5e:00:53:01",
+        nonce_sha256=bytes(32),
+        issued_at_ms=NOW_MS,
+        not_after_ms=NOW_MS + 1,
+    )
+    return [discovery.sign_assertion(assertion, key=KEY, chain_der=[agent.public_bytes(Encoding.DER)])]
+
+
+def _challenge_answers() -> list[bytes]:
+    challenge = join_challenge.make_challenge(
+        KEY, attestor="provisioned", csr_der=b"csr", nonce=bytes(16), expires_at_ms=NOW_MS
+    )
+    sealed_secret = join_token.seal_proof(
+        bytes(32),
+        join_encryption_key=KEY.public_key(),
+        csr_der=b"csr",
+        role="node",
+        now_ms=NOW_MS,
+        challenge=challenge,
+    )
+    return [messages.SealedChallengeAnswer(challenge=challenge, sealed_secret=sealed_secret).SerializeToString()]
+
+
 @functools.cache
 def _node_ca() -> certificates.Authority:
     return certificates.make_node_ca(serial=bytes(16), now_ms=NOW_MS)
@@ -265,6 +362,13 @@ TARGETS = {
     "chain_of_unknown_server": Target(chain_of_unknown_server, _leaves),
     "request": Target(request, lambda: [certificates.make_csr(KEY)]),
     "spiffe": Target(spiffe, _uris),
+    "x509pop_evidence": Target(x509pop_evidence, _x509pops),
+    "discovery_assertion": Target(discovery_assertion, _assertions),
+    "challenge_answer": Target(challenge_answer, _challenge_answers),
+    "control_request": Target(
+        control_request,
+        lambda: [b'{"rejoin": {"token": "t", "role": "node", "node_id": "", "attestor": "", "evidence_hex": "00"}}'],
+    ),
     "bundle": Target(bundle, _bundles),
     "signature": Target(signature, lambda: [signatures.sign_raw(KEY, b"what was signed")]),
     "identity_record": Target(identity_record, _records),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_der_public_key
@@ -29,13 +29,24 @@ TTL_MS_MAX = 31 * 24 * 3_600_000
 router = APIRouter(prefix="/v1/tokens", tags=["tokens"])
 
 
+class MachineRequest(Body):
+    """Which machine a credential is for, as far as that is known; what is not said is not asked for."""
+
+    dmi_uuid: Text = ""
+    serial: Text = ""
+    board_serial: Text = ""
+    mac_addresses: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+
+
 class TokenRequest(Body):
-    """A join token is wanted."""
+    """A join token is wanted, or with attestor `provisioned` a credential for one machine."""
 
     site: Text | None = None
     role: Text = "node"
     node_id: Text | None = None
     ttl_ms: Annotated[int, Field(ge=1_000, le=TTL_MS_MAX)] = TTL_MS
+    attestor: Literal["join-token", "provisioned"] = "join-token"
+    machine: MachineRequest | None = None
 
 
 class NewTokenShape(TokenShape):
@@ -52,6 +63,7 @@ async def create(
     if request.node_id is not None:
         check_node_id(request.node_id)
     site = check_site(request.site or context.site)
+    machine = _machine(request)
     secret = context.world.ids.random_bytes(join_token.SECRET_BYTES)
     token_id = context.world.ids.uuid7()
     endpoint = _in_use(context.join_endpoint, await stored_trust.keys(context.database))
@@ -62,6 +74,7 @@ async def create(
             serving_ca_pins=endpoint.serving_ca_pins,
             join_signing_key=endpoint.join_signing_key,
             join_encryption_key=endpoint.join_encryption_key,
+            attestor=request.attestor,
         )
     )
     wanted = tokens.NewToken(
@@ -72,6 +85,8 @@ async def create(
         created_by=caller.name,
         lifetime_ms=request.ttl_ms,
         node_id=request.node_id,
+        attestor=request.attestor,
+        machine=machine,
     )
     async with context.database.transaction() as transaction:
         await tokens.create(transaction, wanted)
@@ -79,6 +94,19 @@ async def create(
     made = await tokens.get(context.database, token_id=token_id)
     assert made is not None, "the transaction committed"
     return NewTokenShape(**token_shape(made).model_dump(), token=text)
+
+
+def _machine(request: TokenRequest) -> dict[str, Any]:
+    """Return the machine that a credential is for; refuse what makes no sense for the attestor."""
+    machine = {} if request.machine is None else request.machine.model_dump()
+    named = {name: value for name, value in machine.items() if value}
+    if request.attestor == "join-token" and named:
+        raise refuse(
+            Reason.BAD_REQUEST, "a join token is good for any machine: ask for attestor provisioned to name one"
+        )
+    if request.attestor == "provisioned" and request.node_id is None:
+        raise refuse(Reason.BAD_REQUEST, "a credential of attestor provisioned is for one node: say node_id")
+    return named
 
 
 def _in_use(endpoint: JoinEndpoint, keys: Sequence[TrustedKey]) -> JoinEndpoint:

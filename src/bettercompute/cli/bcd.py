@@ -114,6 +114,8 @@ def join(options: argparse.Namespace) -> int:
         token=_token(options),
         role=options.role,
         node_id=options.node_id,
+        attestor=options.attestor,
+        evidence=_evidence(options),
         rejoin=options.rejoin,
         environment=environment(),
         world=system_world(),
@@ -169,6 +171,14 @@ def _parser() -> argparse.ArgumentParser:
         token.add_argument("--token-file", metavar="FILE", help="the file that holds it (default: standard input)")
         joining.add_argument("--role", default="node", help="what this machine is (default: node)")
         joining.add_argument("--node-id", default="", metavar="ID", help="the name asked for (default: the token's)")
+        joining.add_argument(
+            "--attestor", default="", metavar="NAME", help="why this machine is to be believed (default: the token's)"
+        )
+        joining.add_argument(
+            "--evidence-file",
+            metavar="FILE",
+            help="with --attestor discovery: the assertion that the site agent signed",
+        )
         joining.add_argument("--json", action="store_true", help="print JSON")
 
     running = _command(commands, "node", node, "run the daemon until it is told to stop")
@@ -238,6 +248,18 @@ def _token(options: argparse.Namespace) -> str:
             return file.read(TOKEN_BYTES_MAX).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(Reason.BAD_REQUEST, f"--token-file {options.token_file} cannot be read: {error}") from None
+
+
+def _evidence(options: argparse.Namespace) -> bytes:
+    from bettercompute.protocol.statuses import Reason, refuse
+
+    if options.evidence_file is None:
+        return b""
+    try:
+        with Path(options.evidence_file).open("rb") as file:
+            return file.read(TOKEN_BYTES_MAX)
+    except OSError as error:
+        raise refuse(Reason.BAD_REQUEST, f"--evidence-file {options.evidence_file} cannot be read: {error}") from None
 
 
 def _shown(found: DaemonStatus) -> dict[str, object]:

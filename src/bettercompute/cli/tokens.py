@@ -21,12 +21,31 @@ def create(
     ] = None,
     role: Annotated[str, typer.Option(help="node, site or ramdisk.")] = "node",
     node_id: Annotated[str | None, typer.Option(help="The id that the node gets. Default: one is made.")] = None,
+    attestor: Annotated[
+        str, typer.Option(help="join-token, or provisioned: a credential that is good on one machine only.")
+    ] = "join-token",
+    machine_uuid: Annotated[
+        str | None, typer.Option(help="With provisioned: the UUID that the machine's firmware tells.")
+    ] = None,
+    machine_serial: Annotated[str | None, typer.Option(help="With provisioned: the machine's serial number.")] = None,
+    machine_mac: Annotated[
+        list[str] | None, typer.Option(help="With provisioned: an address of its network cards; may be repeated.")
+    ] = None,
     ttl: Annotated[str, typer.Option(help="How long it may be used: 30m, 24h, 7d.")] = "24h",
     api: Api = None,
     json: Json = False,
 ) -> None:
     """Print a new token: one string that holds the secret, where to dial and whom to trust. It is not shown again."""
-    body = {"site": site, "role": role, "node_id": node_id, "ttl_ms": parse_duration_ms(ttl)}
+    machine = {"dmi_uuid": machine_uuid, "serial": machine_serial, "mac_addresses": machine_mac}
+    named = {name: value for name, value in machine.items() if value}
+    body = {
+        "site": site,
+        "role": role,
+        "node_id": node_id,
+        "ttl_ms": parse_duration_ms(ttl),
+        "attestor": None if attestor == "join-token" else attestor,
+        "machine": named or None,
+    }
     made = output.run(
         lambda: ApiClient.from_environment(api).post("/v1/tokens", {k: v for k, v in body.items() if v is not None})
     )

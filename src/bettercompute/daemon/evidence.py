@@ -12,12 +12,13 @@ from typing import Protocol
 from bettercompute.errors import BetterComputeError, Refused
 from bettercompute.pki import join_token
 from bettercompute.pki.identity import role_of
-from bettercompute.pki.join_token import JoinToken
+from bettercompute.pki.join_token import JOIN_TOKEN, JoinToken
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.world import Clock
 
-JOIN_TOKEN = "join-token"  # noqa: S105 - an attestor's name
+PROVISIONED = "provisioned"
+DISCOVERY = "discovery"
 
 
 class Evidence(Protocol):
@@ -67,6 +68,41 @@ class TokenEvidence:
     def cures(self, error: BetterComputeError) -> bool:  # noqa: ARG002 - the port's
         """No."""
         return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealedEvidence:
+    """A secret that is proven once more for a challenge: a provisioned credential, or what a boot script gave."""
+
+    token: JoinToken = field(repr=False)
+    clock: Clock
+    attestor: str
+    assertion: bytes = field(default=b"", repr=False)
+    """Of `discovery`: what the site agent signed."""
+
+    def show(self, request: messages.JoinRequest) -> None:
+        """Seal the secret for this request, beside the assertion."""
+        request.attestor, request.evidence = self.attestor, self.assertion
+        request.sealed_token = self._sealed(request)
+
+    def answer(self, challenge: bytes, request: messages.JoinRequest) -> bytes:
+        """Seal the secret for this challenge."""
+        sealed = self._sealed(request, challenge=challenge)
+        return messages.SealedChallengeAnswer(challenge=challenge, sealed_secret=sealed).SerializeToString()
+
+    def cures(self, error: BetterComputeError) -> bool:  # noqa: ARG002 - the port's
+        """No."""
+        return False
+
+    def _sealed(self, request: messages.JoinRequest, *, challenge: bytes = b"") -> str:
+        return join_token.seal_proof(
+            self.token.secret,
+            join_encryption_key=self.token.join_encryption_key,
+            csr_der=request.csr,
+            role=required_role(request.role),
+            now_ms=self.clock.now_ms(),
+            challenge=challenge,
+        )
 
 
 def required_role(agent_role: messages.AgentRole.ValueType) -> str:

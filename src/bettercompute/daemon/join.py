@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from bettercompute.daemon.evidence import JOIN_TOKEN, Evidence, TokenEvidence
+from bettercompute.daemon import evidence
+from bettercompute.daemon.evidence import DISCOVERY, Evidence, SealedEvidence, TokenEvidence
 from bettercompute.daemon.identity import Identity, IdentityStore, Machine, Purpose
 from bettercompute.daemon.join_attempt import Application, Dial, JoinAttempt, Route
 from bettercompute.errors import Refused
@@ -44,7 +45,10 @@ class JoinSettings:
     role: str = "node"
     node_id: str = ""
     """Empty: the token or JoinService names the node."""
-    attestor: str = JOIN_TOKEN
+    attestor: str = ""
+    """Empty: the token's."""
+    evidence: bytes = field(default=b"", repr=False)
+    """What the attestor wants beside the token."""
     hardware: messages.HardwareClaims = field(default_factory=messages.HardwareClaims)
     machine: Machine = field(default_factory=Machine)
     gateway_url: tuple[str, ...] = ()
@@ -65,7 +69,7 @@ async def join(store: IdentityStore, settings: JoinSettings, *, world: World, di
     """
     token = join_token.parse_token(settings.token)
     check_role(settings.role)
-    evidence = _evidence(settings, token, clock=world.clock)
+    shown = _evidence(settings, token, clock=world.clock)
     held = await asyncio.to_thread(_held, store, rejoin=settings.rejoin)
     label = join_token.secret_sha256(token.secret)
     request = await asyncio.to_thread(store.pending, Purpose.JOIN, label=label)
@@ -82,7 +86,7 @@ async def join(store: IdentityStore, settings: JoinSettings, *, world: World, di
         daemon_version=settings.daemon_version,
         hardware=settings.hardware,
     )
-    attempt = JoinAttempt(route, application, evidence, request, world=world, dial=dial, held=held)
+    attempt = JoinAttempt(route, application, shown, request, world=world, dial=dial, held=held)
     issued = await attempt.until_answered(give_up_after_ms=settings.give_up_after_ms)
     identity = await asyncio.to_thread(store.install, Purpose.JOIN, request, issued, machine=settings.machine)
     log.info("joined", node_id=identity.record.node_id, site=identity.record.site, role=identity.record.role)
@@ -90,16 +94,27 @@ async def join(store: IdentityStore, settings: JoinSettings, *, world: World, di
 
 
 def _evidence(settings: JoinSettings, token: JoinToken, *, clock: Clock) -> Evidence:
-    if settings.attestor == JOIN_TOKEN:
-        return TokenEvidence(token=token, clock=clock)
-    if settings.attestor in LATER:
+    attestor = settings.attestor or token.attestor
+    if settings.evidence and attestor != DISCOVERY:
+        raise refuse(Reason.BAD_REQUEST, f"attestor {attestor} takes no evidence beside the token: leave it out")
+    match attestor:
+        case join_token.JOIN_TOKEN:
+            return TokenEvidence(token=token, clock=clock)
+        case evidence.PROVISIONED:
+            return SealedEvidence(token=token, clock=clock, attestor=attestor)
+        case evidence.DISCOVERY:
+            if not settings.evidence:
+                raise refuse(
+                    Reason.BAD_REQUEST,
+                    f"attestor {attestor} needs the site agent's assertion: name it by --evidence-file",
+                )
+            return SealedEvidence(token=token, clock=clock, attestor=attestor, assertion=settings.evidence)
+    known = f"{join_token.JOIN_TOKEN}, {evidence.PROVISIONED} or {evidence.DISCOVERY}"
+    if attestor in LATER:
         raise refuse(
-            Reason.ATTESTOR_UNKNOWN,
-            f"attestor {settings.attestor} is not supported by this version of bcd: join by {JOIN_TOKEN}",
+            Reason.ATTESTOR_UNKNOWN, f"attestor {attestor} is not supported by this version of bcd: join by {known}"
         )
-    raise refuse(
-        Reason.ATTESTOR_UNKNOWN, f"attestor {settings.attestor[:40]!a} is not known to bcd: join by {JOIN_TOKEN}"
-    )
+    raise refuse(Reason.ATTESTOR_UNKNOWN, f"attestor {attestor[:40]!a} is not known to bcd: join by {known}")
 
 
 def _held(store: IdentityStore, *, rejoin: bool) -> Trust | None:

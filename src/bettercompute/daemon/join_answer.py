@@ -30,7 +30,7 @@ from bettercompute.protocol.limits import (
 from bettercompute.protocol.statuses import Reason, refuse
 
 ANSWER_BYTES_MAX = MAX_TRUST_BUNDLE_BYTES + MAX_JOIN_BYTES  # a bundle, a chain and a few names
-CHALLENGE_BYTES_MAX = 1024  # ours have 89; a later attestor's go back in a request of MAX_JOIN_BYTES
+CHALLENGE_BYTES_MAX = 1024  # ours have 57; a later attestor's go back in a request of MAX_JOIN_BYTES
 # "At once, again" without anything to answer would be a loop.
 DEFERRAL_MIN_MS = 1_000
 

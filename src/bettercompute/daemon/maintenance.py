@@ -18,7 +18,6 @@ from bettercompute import __version__
 from bettercompute.daemon import control, machine
 from bettercompute.daemon.config import Config
 from bettercompute.daemon.control import Rejoined, RejoinRequest
-from bettercompute.daemon.evidence import JOIN_TOKEN
 from bettercompute.daemon.identity import Identity, IdentityStore
 from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.daemon.join import JoinSettings, join
@@ -46,7 +45,8 @@ class Joining:
     rejoin: bool
     environment: Mapping[str, str]
     world: World
-    attestor: str = JOIN_TOKEN
+    attestor: str = ""
+    """Empty: the token's."""
     evidence: bytes = field(default=b"", repr=False)
     """What the attestor wants beside the token."""
     dial: Dial | None = None
@@ -85,6 +85,7 @@ async def join_with(identities: IdentityStore, joining: Joining, *, root: HostRo
         role=joining.role,
         node_id=joining.node_id,
         attestor=joining.attestor,
+        evidence=joining.evidence,
         hardware=machine.hardware_claims(root, boot_id=machine.read_boot_id(root, config.reboot.boot_id_file)),
         machine=machine.read_machine(root),
         gateway_url=config.gateway_url,

@@ -26,6 +26,7 @@ from bettercompute.protocol.addresses import PORT_MAX, is_gateway_url
 from bettercompute.protocol.statuses import Reason, refuse
 
 PREFIX = "bcj1_"
+JOIN_TOKEN = "join-token"  # noqa: S105 - an attestor's name
 SECRET_BYTES = 32  # 256 bits: its plain SHA-256 may be stored, there is nothing to guess
 GATEWAY_URLS_MAX = 8
 GATEWAY_URL_CHARACTERS_MAX = 255  # a field's length is one byte
@@ -39,7 +40,9 @@ _FIELD_GATEWAY_URL = 2
 _FIELD_SERVING_CA_PIN = 3
 _FIELD_JOIN_SIGNING_KEY = 4
 _FIELD_JOIN_ENCRYPTION_KEY = 5
-_FIELDS = frozenset(range(_FIELD_SECRET, _FIELD_JOIN_ENCRYPTION_KEY + 1))
+_FIELD_ATTESTOR = 6
+_FIELDS = frozenset(range(_FIELD_SECRET, _FIELD_ATTESTOR + 1))
+_ATTESTOR = re.compile(r"[a-z0-9][a-z0-9-]{0,31}", re.ASCII)
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -52,6 +55,8 @@ class JoinToken:
     serving_ca_pins: tuple[str, ...]
     join_signing_key: ec.EllipticCurvePublicKey
     join_encryption_key: ec.EllipticCurvePublicKey
+    attestor: str = JOIN_TOKEN
+    """By which attestor its holder joins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,8 @@ def format_token(token: JoinToken) -> str:
         (_FIELD_JOIN_SIGNING_KEY, point_bytes(token.join_signing_key)),
         (_FIELD_JOIN_ENCRYPTION_KEY, point_bytes(token.join_encryption_key)),
     ]
+    if token.attestor != JOIN_TOKEN:  # not said where it goes without saying: an older bcd refuses the field
+        fields.append((_FIELD_ATTESTOR, token.attestor.encode()))
     body = b"".join(bytes([number, len(value)]) + value for number, value in fields)
     return PREFIX + sealed.base64url(body + _checksum(body))
 
@@ -117,21 +124,36 @@ def check_gateway_url(url: str) -> str:
 
 
 def seal_proof(
-    secret: bytes, *, join_encryption_key: ec.EllipticCurvePublicKey, csr_der: bytes, role: str, now_ms: int
+    secret: bytes,
+    *,
+    join_encryption_key: ec.EllipticCurvePublicKey,
+    csr_der: bytes,
+    role: str,
+    now_ms: int,
+    challenge: bytes = b"",
 ) -> str:
-    """Seal a token's secret for one certificate request and role; `now_ms` is the node's clock."""
+    """Seal a token's secret for one certificate request and role, and for one challenge where there is one.
+
+    `now_ms` is the node's clock.
+    """
     claims = {
         "secret": sealed.base64url(secret),
         "csr_sha256": hashlib.sha256(csr_der).hexdigest(),
         "role": role,
     }
+    if challenge:
+        claims["challenge_sha256"] = hashlib.sha256(challenge).hexdigest()
     return sealed.seal(
         join_encryption_key, sealed.JOIN_TOKEN, claims, now_ms=max(now_ms, 0), lifetime_ms=PROOF_LIFETIME_MS
     )
 
 
-def open_proof(key: ec.EllipticCurvePrivateKey, compact: str, *, csr_der: bytes, role: str, now_ms: int) -> JoinProof:
-    """Open a sealed token and check that it is for this request and role; refuse INVALID_ARGUMENT anything else."""
+def open_proof(
+    key: ec.EllipticCurvePrivateKey, compact: str, *, csr_der: bytes, role: str, now_ms: int, challenge: bytes = b""
+) -> JoinProof:
+    """Open a sealed token and check that it is for this request, role and challenge; refuse INVALID_ARGUMENT anything
+    else.
+    """
     claims = sealed.unseal(key, sealed.JOIN_TOKEN, compact, now_ms=now_ms)
     secret, csr_sha256, sealed_role, sealed_at_ms = (
         claims.get(name) for name in ("secret", "csr_sha256", "role", "iat_ms")
@@ -149,6 +171,8 @@ def open_proof(key: ec.EllipticCurvePrivateKey, compact: str, *, csr_der: bytes,
         raise _malformed(
             "it was sealed for another certificate request: somebody between node and JoinService swapped it"
         )
+    if claims.get("challenge_sha256") != (hashlib.sha256(challenge).hexdigest() if challenge else None):
+        raise _malformed("it was sealed for another challenge")
     if sealed_role != role:
         raise _malformed(f"it was sealed for role {sealed_role[:40]!a}, and the request asks for {role!r}")
     return JoinProof(secret=secret_bytes, csr_sha256=csr_sha256, role=sealed_role, sealed_at_ms=sealed_at_ms)
@@ -170,12 +194,14 @@ def _token(values: dict[int, list[bytes]]) -> JoinToken:
         (secret,) = values[_FIELD_SECRET]
         (signing_point,) = values[_FIELD_JOIN_SIGNING_KEY]
         (encryption_point,) = values[_FIELD_JOIN_ENCRYPTION_KEY]
+        (attestor,) = values[_FIELD_ATTESTOR] or [JOIN_TOKEN.encode()]
         token = JoinToken(
             secret=secret,
             gateway_urls=tuple(value.decode("ascii") for value in values[_FIELD_GATEWAY_URL]),
             serving_ca_pins=tuple(value.hex() for value in values[_FIELD_SERVING_CA_PIN]),
             join_signing_key=key_from_point(signing_point),
             join_encryption_key=key_from_point(encryption_point),
+            attestor=attestor.decode("ascii"),
         )
     except ValueError as error:
         raise _malformed("a field is missing, repeated or not a point on P-256") from error
@@ -184,6 +210,8 @@ def _token(values: dict[int, list[bytes]]) -> JoinToken:
         raise _malformed("its secret or pin has the wrong length")
     for url in _checked_urls(token.gateway_urls):
         check_gateway_url(url)
+    if _ATTESTOR.fullmatch(token.attestor) is None:
+        raise _malformed("the attestor that it names is no name")
     return token
 
 

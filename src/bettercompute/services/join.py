@@ -14,15 +14,19 @@ from collections.abc import Mapping, Sequence
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from bettercompute.errors import Unavailable
+from bettercompute.pki import join_token
 from bettercompute.pki.identity import check_node_id, role_of
 from bettercompute.protocol import messages
 from bettercompute.protocol.limits import MAX_NAME_CHARS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services import renew
-from bettercompute.services.attestors import x509pop
-from bettercompute.services.attestors.join_token import JoinTokenAttestor, JoinTokenClaim
+from bettercompute.services.attestors import discovery, machine, provisioned, x509pop
+from bettercompute.services.attestors.challenges import Challenges
+from bettercompute.services.attestors.discovery import DiscoveryAttestor
+from bettercompute.services.attestors.join_token import JoinTokenAttestor
 from bettercompute.services.attestors.later import LATER, LaterAttestor
 from bettercompute.services.attestors.port import Attestor, Deferral, Grant, Moment
+from bettercompute.services.attestors.provisioned import ProvisionedAttestor
 from bettercompute.services.attestors.x509pop import X509PopAttestor
 from bettercompute.services.installation import Installation, required_trust
 from bettercompute.services.issuing import IssuedIdentity, Issuer, Request, check_request
@@ -35,8 +39,6 @@ from bettercompute.store.nodes import JoinedNode
 from bettercompute.store.sessions import server_time_ms
 from bettercompute.world import World
 
-JOIN_TOKEN = "join-token"  # noqa: S105 - an attestor's name
-MAC_ADDRESSES_MAX = 256  # a host with a hundred functions on its network cards stays far below
 DRAWN_ID_BYTES = 10  # 80 bits: among a million nodes no two meet
 
 
@@ -49,8 +51,10 @@ class JoinService:
         self._world = world
         self._issuer = Issuer(keys, installation, world)
         built: dict[str, Attestor] = {
-            JOIN_TOKEN: JoinTokenAttestor(keys, world.clock),
+            join_token.JOIN_TOKEN: JoinTokenAttestor(keys, world.clock),
             x509pop.NAME: X509PopAttestor(self._issuer),
+            provisioned.NAME: ProvisionedAttestor(Challenges(provisioned.NAME, keys, world)),
+            discovery.NAME: DiscoveryAttestor(Challenges(discovery.NAME, keys, world), self._issuer),
         }
         self._known = ", ".join(built)
         self._attestors: Mapping[str, Attestor] = {
@@ -66,10 +70,10 @@ class JoinService:
             raise refuse(Reason.BAD_REQUEST, f"role {request.role} is not known here: ask for node, site or ramdisk")
         if request.node_id:
             check_node_id(request.node_id)
-        hardware = _hardware(request)
+        hardware = machine.claims_of(request)
         csr = check_request(request.csr)
         claim = attestor.examine(request, csr, role=role)
-        sealed_to = claim.sealed_to if isinstance(claim, JoinTokenClaim) else None
+        sealed_to = claim.sealed_to
 
         async def work(transaction: Transaction) -> bytes:
             await self._keys.refresh(transaction)
@@ -188,28 +192,3 @@ def _deferral_body(deferral: Deferral, csr: Request, *, now_ms: int) -> bytes:
         csr_sha256=csr.sha256,
     )
     return body.SerializeToString(deterministic=True)
-
-
-def _hardware(request: messages.JoinRequest) -> dict[str, object]:
-    """Return the claims that were made, as they are stored; refuse INVALID_ARGUMENT what no column should take."""
-    claims: dict[str, object] = {"daemon_version": _bounded("daemon_version", request.daemon_version)}
-    for field in request.hardware.DESCRIPTOR.fields:
-        if field.name != "mac_addresses":
-            claims[field.name] = _bounded(field.name, getattr(request.hardware, field.name))
-    if len(request.hardware.mac_addresses) > MAC_ADDRESSES_MAX:
-        raise refuse(
-            Reason.BAD_REQUEST,
-            f"the request names {len(request.hardware.mac_addresses)} hardware addresses, "
-            f"the limit is {MAC_ADDRESSES_MAX}",
-        )
-    claims["mac_addresses"] = [_bounded("mac_addresses", address) for address in request.hardware.mac_addresses]
-    return {name: value for name, value in claims.items() if value}
-
-
-def _bounded(name: str, text: str) -> str:
-    if len(text) > MAX_NAME_CHARS or "\0" in text:
-        raise refuse(
-            Reason.BAD_REQUEST,
-            f"{name} of the request has {len(text)} characters or a NUL in it, the limit is {MAX_NAME_CHARS}",
-        )
-    return text

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from bettercompute.pki.join_token import JOIN_TOKEN
 from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store import json_columns
 from bettercompute.store.database import Queries, Row, Transaction
 
 
@@ -24,6 +28,10 @@ class NewToken:
     node_id: str | None = None
     """None: JoinService names the node."""
     allowed_kinds: tuple[str, ...] | None = None
+    attestor: str = JOIN_TOKEN
+    """`provisioned`: a credential for one machine, which must fix the node."""
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    """Which one, as far as the operator says it: fields of HardwareClaims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +53,16 @@ class Token:
     revoked_at_ms: int | None
     revoked_by: str | None
     expired: bool
+    attestor: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedMachine:
+    """For which node and machine a credential was made. `used`: it was redeemed before."""
+
+    node_id: str
+    machine: Mapping[str, Any]
+    used: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +91,8 @@ async def create(queries: Queries, token: NewToken) -> int:
         allowed_kinds=None if token.allowed_kinds is None else list(token.allowed_kinds),
         lifetime_ms=token.lifetime_ms,
         created_by=token.created_by,
+        attestor=token.attestor,
+        machine=json_columns.encode(token.machine),
     )
     return int(row["expires_at_ms"])
 
@@ -86,6 +106,7 @@ async def redeem(
     drawn_node_id: str,
     asked_node_id: str | None,
     source: str,
+    attestor: str = JOIN_TOKEN,
 ) -> Redeemed:
     """Use a token for one certificate request, or refuse and say why.
 
@@ -100,18 +121,39 @@ async def redeem(
         node_id=drawn_node_id,
         asked_node_id=asked_node_id,
         source=source,
+        attestor=attestor,
     )
     if row is not None:
         return _redeemed(row, again=False)
     row = await transaction.fetch_one("tokens.find_by_secret", secret_sha256=secret_sha256)
-    if row is None:
-        raise refuse(Reason.TOKEN_UNKNOWN, "this join token is not known here: make one with `token create`")
+    row = _known(row, attestor=attestor)
     if row["revoked_at_ms"] is not None:
         raise refuse(Reason.TOKEN_REVOKED, f"join token {row['token_id']} was revoked: make another one")
     if row["used_at_ms"] is not None and hmac.compare_digest(row["used_csr_sha256"], csr_sha256):
         return _redeemed(row, again=True)
     _refuse_redeeming(row, role=role, asked_node_id=asked_node_id)
     raise refuse(Reason.CONFLICT, f"join token {row['token_id']} changed just now: try again")
+
+
+async def expected(queries: Queries, *, secret_sha256: bytes, attestor: str) -> ExpectedMachine:
+    """Return for which machine a credential was made; refuse one that is not known, or of another attestor."""
+    row = await queries.fetch_one("tokens.find_by_secret", secret_sha256=secret_sha256)
+    row = _known(row, attestor=attestor)
+    return ExpectedMachine(
+        node_id=row["node_id"], machine=json_columns.decode(row["machine"]), used=row["used_at_ms"] is not None
+    )
+
+
+def _known(row: Row | None, *, attestor: str) -> Row:
+    if row is None:
+        raise refuse(Reason.TOKEN_UNKNOWN, "this join token is not known here: make one with `token create`")
+    if row["attestor"] != attestor:
+        raise refuse(
+            Reason.ATTESTATION,
+            f"join token {row['token_id']} is for attestor {row['attestor']}, not {attestor}: "
+            "join by that one, or make another token",
+        )
+    return row
 
 
 def _refuse_redeeming(row: Row, *, role: str, asked_node_id: str | None) -> None:

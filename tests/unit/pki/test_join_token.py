@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -101,7 +102,10 @@ def test_a_token_by_hand_is_read():
         ([SECRET, URL, (3, bytes(20)), *KEYS], "wrong length"),
         ([SECRET, URL, PIN, (4, b"\2" + b"\xff" * 32), KEYS[1]], "not a point"),
         ([SECRET, URL, PIN, (4, b"\0"), KEYS[1]], "not a point"),
-        ([SECRET, URL, PIN, *KEYS, (6, b"")], "upgrade bcd"),
+        ([SECRET, URL, PIN, *KEYS, (7, b"")], "upgrade bcd"),
+        ([SECRET, URL, PIN, *KEYS, (6, b"")], "attestor that it names is no name"),
+        ([SECRET, URL, PIN, *KEYS, (6, b"A")], "attestor that it names is no name"),
+        ([SECRET, URL, PIN, *KEYS, (6, b"a"), (6, b"a")], "a field is missing, repeated"),
     ],
 )
 def test_a_token_with_other_fields_is_refused(fields, why):
@@ -177,3 +181,21 @@ def test_a_proof_with_other_content_is_refused(claims, why):
     with pytest.raises(Refused, match=why) as caught:
         open_proof(compact)
     assert caught.value.reason == Reason.TOKEN_MALFORMED
+
+
+def test_a_token_says_its_attestor_where_it_is_not_the_usual_one():
+    assert join_token.parse_token(join_token.format_token(TOKEN)).attestor == "join-token"
+    other = replace(TOKEN, attestor="provisioned")
+    assert join_token.parse_token(join_token.format_token(other)) == other
+    assert len(join_token.format_token(other)) > len(join_token.format_token(TOKEN))
+
+
+def test_a_proof_may_be_for_one_challenge():
+    compact = seal(challenge=b"c1")
+    opened = join_token.open_proof(ENCRYPTION, compact, csr_der=CSR, role="node", now_ms=NOW_MS, challenge=b"c1")
+    assert opened.secret == TOKEN.secret
+    for other in (b"", b"c2"):
+        with pytest.raises(Refused, match="sealed for another challenge"):
+            join_token.open_proof(ENCRYPTION, compact, csr_der=CSR, role="node", now_ms=NOW_MS, challenge=other)
+    with pytest.raises(Refused, match="sealed for another challenge"):
+        join_token.open_proof(ENCRYPTION, seal(), csr_der=CSR, role="node", now_ms=NOW_MS, challenge=b"c1")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -83,6 +85,28 @@ class Node:
             node_id=answer.node_id,
         )
 
+    def answered(
+        self, request: messages.JoinRequest, response: messages.JoinResponse, secret: bytes, keys: ServiceKeys
+    ) -> messages.JoinRequest:
+        """Return the request with the answer to the challenge of a response."""
+        challenge = messages.JoinResponseBody.FromString(response.body).deferral.challenge
+        assert challenge
+        role = identity.role_of(request.role)
+        assert role is not None
+        sealed = join_token.seal_proof(
+            secret,
+            join_encryption_key=keys.join_encryption.public_key(),
+            csr_der=request.csr,
+            role=role,
+            now_ms=0,
+            challenge=challenge,
+        )
+        answering = messages.JoinRequest()
+        answering.CopyFrom(request)
+        answer = messages.SealedChallengeAnswer(challenge=challenge, sealed_secret=sealed)
+        answering.challenge_answer = answer.SerializeToString()
+        return answering
+
 
 @dataclass
 class Plane:
@@ -96,7 +120,14 @@ class Plane:
     provision: ProvisionService
 
     async def token(
-        self, *, role: str = "node", node_id: str | None = None, lifetime_ms: int = 3_600_000, site: str = "default"
+        self,
+        *,
+        role: str = "node",
+        node_id: str | None = None,
+        lifetime_ms: int = 3_600_000,
+        site: str = "default",
+        attestor: str = "join-token",
+        machine: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Record a token and return its secret."""
         secret = self.world.ids.random_bytes(32)
@@ -108,6 +139,8 @@ class Plane:
             created_by="tests",
             lifetime_ms=lifetime_ms,
             node_id=node_id,
+            attestor=attestor,
+            machine=machine or {},
         )
         await tokens.create(self.database, token)
         return secret

@@ -1,4 +1,4 @@
-"""The attestors that are not built: named by the protocol, and refused in words until they are built.
+"""The attestors `cloud-iid` and `tpm`: named by the protocol, and refused in words until they are built.
 
 Nothing of their evidence is looked at. See docs/security.md, "Attestors"; decisions 0145.
 """
@@ -12,7 +12,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services.issuing import Request
 
-LATER = ("provisioned", "discovery", "cloud-iid", "tpm")
+LATER = ("cloud-iid", "tpm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from bettercompute.protocol import messages
 from bettercompute.services.issuing import IssuedIdentity, Request
 from bettercompute.store.database import Transaction
@@ -53,6 +55,11 @@ class Moment:
 
 class Claim(Protocol):
     """Evidence that was examined and found good, and not used yet."""
+
+    @property
+    def sealed_to(self) -> ec.EllipticCurvePublicKey | None:
+        """The key to which a secret came sealed, which says by which key the answer is signed; None: nothing was."""
+        ...
 
     async def redeem(self, transaction: Transaction, moment: Moment) -> Grant | IssuedIdentity | Deferral:
         """Use the evidence up, or refuse and say why.

@@ -50,6 +50,7 @@ class X509PopClaim:
     client_time_ms: int
     proof_sha256: str
     issuer: Issuer
+    sealed_to: None = None
 
     async def redeem(self, transaction: Transaction, moment: Moment) -> Grant | IssuedIdentity:
         """Let the node join again, or refuse; under the lock that Hello, Renew and revoking take too."""

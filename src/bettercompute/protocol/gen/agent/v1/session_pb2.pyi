@@ -3001,7 +3001,9 @@ class JoinRequest(_message.Message):
     node_id: _builtins.str
     """The node id asked for; empty: JoinService names it."""
     challenge_answer: _builtins.bytes
-    """The answer to the challenge of a deferral; empty: none."""
+    """The answer to the challenge of a deferral, for `provisioned` and `discovery` a serialized SealedChallengeAnswer;
+    empty: none.
+    """
     @_builtins.property
     def hardware(self) -> Global___HardwareClaims:
         """The machine's claims."""
@@ -3192,6 +3194,32 @@ class JoinDeferral(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinDeferral: _TypeAlias = JoinDeferral  # noqa: Y015
+
+@_typing.final
+class SealedChallengeAnswer(_message.Message):
+    """The answer to a challenge that proves a secret: the secret sealed for this request and this challenge."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHALLENGE_FIELD_NUMBER: _builtins.int
+    SEALED_SECRET_FIELD_NUMBER: _builtins.int
+    challenge: _builtins.bytes
+    """The challenge as it came."""
+    sealed_secret: _builtins.str
+    """A compact JWE to the join-encryption key."""
+    def __init__(
+        self,
+        *,
+        challenge: _builtins.bytes = ...,
+        sealed_secret: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "sealed_secret", b"sealed_secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealedChallengeAnswer: _TypeAlias = SealedChallengeAnswer  # noqa: Y015
 
 @_typing.final
 class RenewRequest(_message.Message):

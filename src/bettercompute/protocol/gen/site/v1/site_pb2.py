@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from bettercompute.protocol.gen.common.v1 import common_pb2 as bettercompute_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n bettercompute/site/v1/site.proto\x12\x15\x62\x65ttercompute.site.v1\x1a$bettercompute/common/v1/common.proto\"B\n\x08SiteSpec\x12\x36\n\x0c\x62oot_entries\x18\x01 \x03(\x0b\x32 .bettercompute.site.v1.BootEntry\"`\n\tBootEntry\x12\x13\n\x0bmac_address\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\x13\n\x0bipxe_script\x18\x03 \x01(\t\x12\x14\n\x0cnot_after_ms\x18\x04 \x01(\x03\"_\n\x18SignedDiscoveryAssertion\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x35\n\tsignature\x18\x02 \x01(\x0b\x32\".bettercompute.common.v1.Signature\"\x96\x01\n\x12\x44iscoveryAssertion\x12\x14\n\x0csite_node_id\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x13\n\x0bmac_address\x18\x03 \x01(\t\x12\x0c\n\x04uuid\x18\x04 \x01(\t\x12\r\n\x05nonce\x18\x05 \x01(\x0c\x12\x14\n\x0cissued_at_ms\x18\x06 \x01(\x03\x12\x14\n\x0cnot_after_ms\x18\x07 \x01(\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n bettercompute/site/v1/site.proto\x12\x15\x62\x65ttercompute.site.v1\x1a$bettercompute/common/v1/common.proto\"B\n\x08SiteSpec\x12\x36\n\x0c\x62oot_entries\x18\x01 \x03(\x0b\x32 .bettercompute.site.v1.BootEntry\"`\n\tBootEntry\x12\x13\n\x0bmac_address\x18\x01 \x01(\t\x12\x13\n\x0bworkflow_id\x18\x02 \x01(\t\x12\x13\n\x0bipxe_script\x18\x03 \x01(\t\x12\x14\n\x0cnot_after_ms\x18\x04 \x01(\x03\"_\n\x18SignedDiscoveryAssertion\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x35\n\tsignature\x18\x02 \x01(\x0b\x32\".bettercompute.common.v1.Signature\"\x9d\x01\n\x12\x44iscoveryAssertion\x12\x14\n\x0csite_node_id\x18\x01 \x01(\t\x12\x0c\n\x04site\x18\x02 \x01(\t\x12\x13\n\x0bmac_address\x18\x03 \x01(\t\x12\x0c\n\x04uuid\x18\x04 \x01(\t\x12\x14\n\x0cnonce_sha256\x18\x05 \x01(\x0c\x12\x14\n\x0cissued_at_ms\x18\x06 \x01(\x03\x12\x14\n\x0cnot_after_ms\x18\x07 \x01(\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,5 +39,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SIGNEDDISCOVERYASSERTION']._serialized_start=263
   _globals['_SIGNEDDISCOVERYASSERTION']._serialized_end=358
   _globals['_DISCOVERYASSERTION']._serialized_start=361
-  _globals['_DISCOVERYASSERTION']._serialized_end=511
+  _globals['_DISCOVERYASSERTION']._serialized_end=518
 # @@protoc_insertion_point(module_scope)

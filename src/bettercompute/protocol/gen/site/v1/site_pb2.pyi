@@ -118,7 +118,7 @@ class DiscoveryAssertion(_message.Message):
     SITE_FIELD_NUMBER: _builtins.int
     MAC_ADDRESS_FIELD_NUMBER: _builtins.int
     UUID_FIELD_NUMBER: _builtins.int
-    NONCE_FIELD_NUMBER: _builtins.int
+    NONCE_SHA256_FIELD_NUMBER: _builtins.int
     ISSUED_AT_MS_FIELD_NUMBER: _builtins.int
     NOT_AFTER_MS_FIELD_NUMBER: _builtins.int
     site_node_id: _builtins.str
@@ -129,8 +129,8 @@ class DiscoveryAssertion(_message.Message):
     """The machine's hardware address."""
     uuid: _builtins.str
     """The machine's UUID as its firmware tells it; empty: not told."""
-    nonce: _builtins.bytes
-    """The nonce that the served script carries."""
+    nonce_sha256: _builtins.bytes
+    """SHA-256 of the secret that the served script carries: whoever relays the assertion does not learn it."""
     issued_at_ms: _builtins.int
     """When the script was served."""
     not_after_ms: _builtins.int
@@ -142,13 +142,13 @@ class DiscoveryAssertion(_message.Message):
         site: _builtins.str = ...,
         mac_address: _builtins.str = ...,
         uuid: _builtins.str = ...,
-        nonce: _builtins.bytes = ...,
+        nonce_sha256: _builtins.bytes = ...,
         issued_at_ms: _builtins.int = ...,
         not_after_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["issued_at_ms", b"issued_at_ms", "mac_address", b"mac_address", "nonce", b"nonce", "not_after_ms", b"not_after_ms", "site", b"site", "site_node_id", b"site_node_id", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["issued_at_ms", b"issued_at_ms", "mac_address", b"mac_address", "nonce_sha256", b"nonce_sha256", "not_after_ms", b"not_after_ms", "site", b"site", "site_node_id", b"site_node_id", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
