@@ -15,7 +15,7 @@ from bettercompute import telemetry
 from bettercompute.pki import certificates, signatures
 from bettercompute.pki.identity import NodeIdentity, agent_role, identity_of
 from bettercompute.protocol import messages
-from bettercompute.protocol.envelopes import join_response_input, sha256
+from bettercompute.protocol.envelopes import join_response_input, sha256, trust_bundle_input
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services.installation import Installation
 from bettercompute.services.keys import KeySource, ServiceKeys
@@ -169,6 +169,20 @@ class Issuer:
             serial=certificates.serial_text(leaf),
             chain_der=chain_der,
             identity_generation=identity_generation,
+        )
+
+    def trust_for(self, signed_trust: bytes, *, sealed_to: ec.EllipticCurvePublicKey | None) -> bytes:
+        """Return the published bundle as a caller can verify it: its bytes, signed by the key that the caller pins.
+
+        While the join keys are being rotated bundles are signed by the older key, which a new token does not name.
+        """
+        published = messages.SignedTrustBundle.FromString(signed_trust)
+        key = self.keys.answering(sealed_to)
+        if published.signature.kid == certificates.spki_sha256(key.public_key()):
+            return signed_trust
+        signature = signatures.sign(key, trust_bundle_input(published.body))
+        return messages.SignedTrustBundle(body=published.body, signature=signature).SerializeToString(
+            deterministic=True
         )
 
     def response_body(self, issued: IssuedIdentity, request: Request, *, signed_trust: bytes, now_ms: int) -> bytes:

@@ -88,7 +88,8 @@ class JoinService:
                 decided = await self._admit(
                     transaction, decided, csr, moment=moment, attestor=request.attestor, hardware=hardware
                 )
-            return self._issuer.response_body(decided, csr, signed_trust=trust.signed_bundle, now_ms=now_ms)
+            signed_trust = self._issuer.trust_for(trust.signed_bundle, sealed_to=sealed_to)
+            return self._issuer.response_body(decided, csr, signed_trust=signed_trust, now_ms=now_ms)
 
         body = await self._database.retrying(work)
         return messages.JoinResponse(body=body, signature=self._issuer.sign(body, sealed_to=sealed_to))

@@ -190,8 +190,7 @@ async def test_the_join_keys(site: Site) -> None:
         node = Node()
         plane.keys = keys
         response = await plane.join.join(node.join_request(secret, keys), source="s")
-        pinned = keys.join_signing.public_key()
-        signatures.verify(response.signature, pinned, join_response_input(response.body))
+        plane.verified(response, node)
     # A renewal, and every bundle, by the one that everybody knows.
     request = away.renew_request(joined, next_node=Node(), client_time_ms=WORLD.clock.now_ms())
     renewed = await plane.join.renew(request, peer_chain=list(joined.certificate_chain))
