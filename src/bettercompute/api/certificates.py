@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
+from bettercompute.api import label_scopes
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
 from bettercompute.api.shapes import rfc3339
@@ -44,9 +45,10 @@ class CertificatesAnswer(BaseModel):
 
 @router.get("/{node_id}/certificates")
 async def list_certificates(
-    node_id: Id, context: Context, _: Annotated[Principal, Depends(require(Role.VIEWER))]
+    node_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))]
 ) -> CertificatesAnswer:
     """List a node's certificates, the newest first."""
+    await label_scopes.check_nodes(context.database, caller, [node_id])
     node = await nodes.get(context.database, node_id=node_id)
     if node is None:
         raise no_node(node_id)

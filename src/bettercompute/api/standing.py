@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from bettercompute import telemetry
+from bettercompute.api import label_scopes
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.shapes import NodeShape, node_fields
@@ -65,11 +66,11 @@ async def lock(
     node_id: Id,
     request: LockRequest,
     context: Context,
-    caller: Annotated[Principal, Depends(require(Role.OPERATOR))],
+    caller: Annotated[Principal, Depends(require(Role.OPERATOR, scoped=True))],
 ) -> NodeShape:
     """End the node's session and let none begin, until the time is over or it is unlocked. Nothing is revoked."""
     async with context.database.transaction() as transaction:
-        await _locked_row(transaction, node_id)
+        await _locked_row(transaction, caller, node_id)
         await standing.lock(
             transaction, node_id=node_id, ttl_ms=request.ttl_ms, locked_by=caller.name, reason=request.reason
         )
@@ -95,11 +96,11 @@ async def lock(
 
 @router.delete("/{node_id}/lock")
 async def unlock(
-    node_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
+    node_id: Id, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR, scoped=True))]
 ) -> NodeShape:
     """Let the node's sessions begin again. A node that is not locked stays as it is."""
     async with context.database.transaction() as transaction:
-        await _locked_row(transaction, node_id)
+        await _locked_row(transaction, caller, node_id)
         if await standing.unlock(transaction, node_id=node_id):
             await _tell(context, transaction, telemetry.EVENT_NODE_UNLOCKED, node_id, by=caller.name)
             await context.record(transaction, actor=caller.name, action="node.unlock", target=f"node/{node_id}")
@@ -111,12 +112,12 @@ async def revoke(
     node_id: Id,
     request: RevokeRequest,
     context: Context,
-    caller: Annotated[Principal, Depends(require(Role.ADMIN))],
+    caller: Annotated[Principal, Depends(require(Role.ADMIN, scoped=True))],
 ) -> EndedAnswer:
     """End the node's identity: its session, its certificates, and what waits to be sent to it. It may join anew."""
     notice = standing_rules.revoked_notice(node_id, Revocation(by=caller.name, reason=request.reason))
     async with context.database.transaction() as transaction:
-        await _locked_row(transaction, node_id)
+        await _locked_row(transaction, caller, node_id)
         ended = await standing.revoke(
             transaction,
             node_id=node_id,
@@ -144,13 +145,13 @@ async def revoke(
 async def forget(
     node_id: Id,
     context: Context,
-    caller: Annotated[Principal, Depends(require(Role.ADMIN))],
+    caller: Annotated[Principal, Depends(require(Role.ADMIN, scoped=True))],
     reason: Why = "",
 ) -> EndedAnswer:
     """Remove a node that is gone, with its labels, spec and inventory. One that has a session is refused."""
     notice = standing_rules.forgotten_notice(node_id, by=caller.name)
     async with context.database.transaction() as transaction:
-        await _locked_row(transaction, node_id)
+        await _locked_row(transaction, caller, node_id)
         gateway_id = await standing.holder(transaction, node_id=node_id)
         if gateway_id is not None:
             raise refuse(
@@ -177,8 +178,9 @@ def no_node(node_id: str) -> Refused:
     return refuse(Reason.NOT_FOUND, f"no node {node_id}: `nodes list` shows the ones there are")
 
 
-async def _locked_row(transaction: Transaction, node_id: str) -> None:
-    """Take turns with the node's Hello, its renewals and its joins."""
+async def _locked_row(transaction: Transaction, caller: Principal, node_id: str) -> None:
+    """Take turns with the node's Hello, its renewals and its joins; refuse a node outside of the caller's scope."""
+    await label_scopes.check_nodes(transaction, caller, [node_id])
     if not await nodes.lock_session(transaction, node_id=node_id):
         raise no_node(node_id)
 

@@ -189,6 +189,27 @@ async def test_what_became_of_a_certificate(
     assert (await clients["viewer"].get("/v1/nodes/n3/certificates")).status_code == 404
 
 
+async def test_a_token_for_some_nodes_acts_on_those(clients: Clients, context: ApiContext, two_nodes) -> None:
+    await clients["operator"].patch("/v1/nodes/n1/labels", json={"set": {"rack": "7"}})
+    await context.database.query("""UPDATE api_tokens SET label_scope = '{"rack": "7"}' WHERE token_id = 'admin'""")
+    admin = clients["admin"]
+    assert (await admin.get("/v1/nodes/n1/certificates")).status_code == 200
+    assert (await admin.post("/v1/nodes/n1/lock", json={})).status_code == 200
+    assert (await admin.delete("/v1/nodes/n1/lock")).status_code == 200
+    assert (await admin.post("/v1/nodes/n1/revoke", json={})).status_code == 200
+    for method, path in (
+        ("GET", "/v1/nodes/n2/certificates"),
+        ("POST", "/v1/nodes/n2/lock"),
+        ("DELETE", "/v1/nodes/n2/lock"),
+        ("POST", "/v1/nodes/n2/revoke"),
+        ("DELETE", "/v1/nodes/n2"),
+    ):
+        refused = await admin.request(method, path, json={} if method == "POST" else None)
+        assert (refused.status_code, refused.json()["reason"]) == (403, "access-denied"), path
+    assert (await admin.delete("/v1/nodes/n1")).status_code == 200
+    assert (await admin.get("/v1/doctor")).status_code == 403
+
+
 class Answers:
     """An API that answers with what a test gives it, and keeps what it was asked."""
 
