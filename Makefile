@@ -17,7 +17,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 SEED ?= 1
 SCENARIO ?= all
 
-.PHONY: help setup demo test test-long sim check format golden proto fuzz bench docs lock clean
+.PHONY: help setup demo test test-long sim check format golden proto fuzz mutation bench docs lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -67,6 +67,14 @@ proto: $(VENV)/.dev  ## generate the code of proto/ anew
 fuzz: $(VENV)/.dev  ## the decoders of foreign bytes under atheris; SECONDS=60 each, TARGET= one of them
 	$(BIN)/python -m tests.fuzz.run $(if $(TARGET),$(TARGET) $(or $(SECONDS),60),)
 
+$(VENV)/mutation/.installed: $(VENV)/.dev requirements-mutation.lock
+	$(UV) pip install --quiet --target $(VENV)/mutation --require-hashes -r requirements-mutation.lock
+	@touch $@
+
+mutation: $(VENV)/mutation/.installed  ## change the rules of sessions and commands one by one; a test must notice: docs/mutation.md
+	PYTHONPATH=$(VENV)/mutation $(BIN)/python -m mutmut run --max-children $(JOBS)
+	PYTHONPATH=$(VENV)/mutation $(BIN)/python -m mutmut results
+
 bench: $(VENV)/.dev  ## the figures of docs/performance.md, as JSON lines; QUICK=1 only shows that the benches run
 	@for name in $(BENCHES); do $(BIN)/python bench/$$name.py $(if $(QUICK),--quick); done
 
@@ -77,7 +85,8 @@ lock:  ## compile the hash locks anew from the ranges in pyproject.toml
 	@compile="$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11"; \
 	$$compile requirements-setup.in -o requirements-setup.lock; \
 	$$compile pyproject.toml --group build -o requirements.lock; \
-	$$compile pyproject.toml --group dev -o requirements-dev.lock 
+	$$compile pyproject.toml --group dev -o requirements-dev.lock; \
+	$$compile requirements-mutation.in --constraint requirements-dev.lock -o requirements-mutation.lock
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
