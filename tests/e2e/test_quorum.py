@@ -1,0 +1,79 @@
+"""A destructive command from its asking to its end, with people in between and a control plane that goes round them."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+from bettercompute.store.database import Database
+from tests.e2e.in_process import Site, in_process_site
+
+__all__ = ["in_process_site"]
+
+
+async def ended(site: Site, command_id: str) -> dict[str, str]:
+    """Return a command once it has ended."""
+    command = await site.ask("get", f"/v1/commands/{command_id}")
+    batch = await site.ask("get", f"/v1/batches/{command['batch_id']}", wait_ms=20_000, size=1)
+    while batch["open"]:
+        batch = await site.ask(
+            "get", f"/v1/batches/{command['batch_id']}", wait_ms=20_000, size=1, since=batch["cursor"]
+        )
+    return dict(await site.ask("get", f"/v1/commands/{command_id}"))
+
+
+async def test_a_destructive_command_runs_once_enough_people_have_signed_it(
+    in_process_site: Site, database: Database, tmp_path: Path
+) -> None:
+    site = in_process_site
+    node = await site.join("node-1")
+    await site.all_run()
+    keys = {name: tmp_path / f"{name}.key" for name in ("alice", "bob")}
+    for name, path in keys.items():
+        code, printed, _ = await site.run("pki", "approvers", "keygen", "--out", str(path))
+        assert code == 0
+        assert path.name in printed
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        again, _, told = await site.run("pki", "approvers", "keygen", "--out", str(path))
+        assert (again, "is there already" in told) == (2, True), name
+    named = [part for name, path in keys.items() for part in ("--approver", f"{name}={path}.pub")]
+    code, _, told = await site.run("pki", "approvers", "propose", *named, "--threshold", "2", "--tier", "node")
+    assert code == 0, told
+    # The node comes for the bundle, and enforces the set from there on.
+    epoch = None
+    while epoch != 1:
+        [held] = (await site.ask("get", "/v1/pki/trust/nodes"))["items"]
+        epoch = held["approver_set_epoch"]
+
+    code, printed, told = await site.run("run", "gpu.reset", "--node", "node-1", "--detach", "--json")
+    assert code == 0, told
+    made = json.loads(printed)
+    assert "APPROVAL_REQUIRED: gpu.reset is destructive, and 2 approvers must sign" in told
+    batch, [command] = made["batch_id"], made["commands"]
+    code, _, told = await site.run("approve", batch, "--key", str(keys["alice"]))
+    assert (code, "nothing was signed" in told or "Aborted" in told) == (1, True), "without a terminal nobody said yes"
+    for name, says in (("alice", "1 of 2; the commands wait for 1 more"), ("bob", "2 of 2 have signed")):
+        code, _, told = await site.run("approve", batch, "--key", str(keys[name]), "--yes")
+        assert code == 0, told
+        assert says in told
+        for shown in ("gpu.reset: what interrupts a node", "on 1 nodes of bc.local", "node-1", "asked by   operator"):
+            assert shown in told
+        assert node.resets.runs == 0 or name == "bob"
+    assert (await ended(site, command["id"]))["state"] == "succeeded"
+    assert node.resets.runs == 1
+
+    # Whoever holds the database can send what nobody has approved. The node does not run it.
+    made = await site.ask("post", "/v1/commands", {"kind": "gpu.reset", "nodes": ["node-1"]})
+    [command] = made["commands"]
+    await database.query("UPDATE commands SET not_before = NULL WHERE id = $1", command["id"])
+    await database.query("SELECT pg_notify('bc_dispatch', 'node-1')")
+    refused = await ended(site, command["id"])
+    assert (refused["state"], refused["reason"]) == ("failed", "rejected-approval-required")
+    assert node.resets.runs == 1
+
+    # A key that others can read is none.
+    keys["bob"].chmod(0o644)
+    code, _, told = await site.run("approve", batch, "--key", str(keys["bob"]), "--yes")
+    assert code == 2
+    assert "is approved" in told
