@@ -1,4 +1,4 @@
-"""`better-compute db`: the schema."""
+"""`better-compute db`: the schema, and who may do what with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from bettercompute.cli import output
 from bettercompute.cli.options import Json
 
-app = typer.Typer(no_args_is_help=True, help="The database's schema.")
+app = typer.Typer(no_args_is_help=True, help="The database's schema and roles.")
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="The control plane's configuration file.")]
 T = TypeVar("T")
@@ -54,6 +54,28 @@ def status(config: ConfigFile = None, json: Json = False) -> None:
         )
     if pending:
         raise typer.Exit(output.EXIT_FAILED)
+
+
+@app.command()
+def roles(
+    config: ConfigFile = None,
+    show: Annotated[bool, typer.Option("--print", help="Print the statements, and run none.")] = False,
+) -> None:
+    """Make the database role under which gateways cannot make or alter commands, nor read keys and tokens.
+
+    Give each gateway a login that is a member of it. Migrations keep its privileges in step.
+    """
+    from bettercompute.store import roles as store_roles
+
+    if show:
+        typer.echo(store_roles.script(), nl=False)
+        return
+    output.run(lambda: _with_dsn(config, store_roles.grant))
+    output.console.print(
+        f"role {store_roles.GATEWAY} may do what a gateway needs; for each gateway: CREATE ROLE name LOGIN PASSWORD "
+        f"'...' IN ROLE {store_roles.GATEWAY}",
+        markup=False,
+    )
 
 
 def _with_dsn(config: Path | None, work: Callable[[str], Awaitable[T]]) -> T:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store import roles
 from bettercompute.store.database import DedicatedConnection, Locked, StatementFailed
 
 FOLDER = Path(__file__).parent / "migrations"
@@ -130,6 +131,8 @@ async def migrate(dsn: str, *, folder: Path = FOLDER, contract: bool = False) ->
                 pending.pop()
             for migration in pending:
                 await _apply(runner, migration)
+            if pending:
+                await roles.refresh(runner)
             return pending
     finally:
         await runner.close()
