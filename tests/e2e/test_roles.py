@@ -18,6 +18,7 @@ from bettercompute.cli.client import ApiClient
 from bettercompute.cli.provisioning import write_identity
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.services import pki_setup
+from bettercompute.store.roles import GATEWAY
 from bettercompute.system import system_world
 from tests.e2e.conftest import BCD, BETTER_COMPUTE, READY_S, until
 
@@ -51,10 +52,12 @@ class Site:
         )
         self.gateway_config = self.write(
             "gateway",
-            f'[database]\ndsn = "{dsn}"\n[gateway]\nhost = "127.0.0.1"\nport = {self.gateway_port}\n'
+            f'[database]\ndsn = "{dsn}&role={GATEWAY}"\n[gateway]\nhost = "127.0.0.1"\nport = {self.gateway_port}\n'
             f'services_url = "https://localhost:{self.internal_port}"\n',
         )
         pki_setup.issue_gateway(self.keys, names=["127.0.0.1"], world=world, out=KeyFolder(folder / "gateway" / "pki"))
+        # The gateway's process reaches the database under the role that can make no command.
+        subprocess.run([*BETTER_COMPUTE, "db", "roles", "--config", self.api_config], check=True, timeout=READY_S)
 
     def write(self, name: str, text: str) -> str:
         home = self.folder / name
