@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from bench import bcd_idle, commands, events, gateway_streams, herd, journal
+from bench import bcd_idle, commands, events, gateway_streams, herd, herd_sim, journal
 from bench.echo_reference import reference
 from bench.stack import BenchStack, stack
+from bettercompute.testing import postgres
 
 ROWS = {
     "session_open": {"gateway_cpu_ms", "ratio_to_bare_h2"},
@@ -23,6 +24,13 @@ ROWS = {
     "journal": {"accept_p50_ms", "per_s"},
     "bcd_idle": {"rss_mb", "cpu_percent"},
     "herd": {"nodes", "rate", "all_connected_s", "ratio_to_n_over_rate", "attempts_max"},
+    **{
+        herd_sim.row_name(story): {
+            *("nodes", "rate", "n_over_rate_s", "all_connected_s", "ratio_to_n_over_rate"),
+            *("attempts_max", "refusals_max", "pending_hellos_max", "statements_per_s", "statements_per_s_max"),
+        }
+        for story in herd_sim.STORIES
+    },
 }
 
 Printed = Callable[[], dict[str, dict[str, Any]]]
@@ -82,3 +90,11 @@ def test_herd(printed: Printed) -> None:
     with stack(handshakes_per_s=herd.QUICK.rate) as started:
         uvloop.run(herd.measure(started, herd.QUICK))
     assert printed()["herd"]["attempts_max"] <= 2
+
+
+@pytest.mark.long
+def test_herd_sim(printed: Printed, postgres_server: postgres.TestServer) -> None:
+    herd_sim.measure(herd_sim.QUICK, seeds=1, server=postgres_server)
+    rows = printed()
+    assert rows.keys() == {herd_sim.row_name(story) for story in herd_sim.STORIES}
+    assert rows["herd_sim_power_on"]["ratio_to_n_over_rate"] <= 1.5
