@@ -23,6 +23,7 @@ from bettercompute.gateway.config import GatewayConfig
 from bettercompute.gateway.hello import RefusedHello
 from bettercompute.gateway.life import GatewayLife
 from bettercompute.gateway.metrics import GatewayMetrics
+from bettercompute.gateway.openings import Openings
 from bettercompute.gateway.revocation import RevocationFeed
 from bettercompute.gateway.server_time import ServerTime
 from bettercompute.gateway.services import GatewayServices
@@ -107,6 +108,7 @@ class Acceptor:
         self._admission: AdmissionState = opening.open_admission(
             now_ms=world.clock.monotonic_ms(), rate_per_s=config.handshakes_per_s
         )
+        self._openings = Openings(world)
         self._held = 0
         self._first_held = asyncio.Lock()
 
@@ -157,15 +159,19 @@ class Acceptor:
 
     async def _session(self, call: ServerCall) -> None:
         certificate = self._certificate(call)
-        await self._hold(call)
-        if call.ended:
-            return
-        life = self._admit_session(call, certificate)
-        with _counted(life):
-            opened_under = life.fence.opening
-            hello = await self._first_frame(call, certificate)
-            async with life.turn(certificate.node_id):
-                session = await self._open(call, life, hello, certificate=certificate, opened_under=opened_under)
+        with contextlib.ExitStack() as counted:
+            with self._openings.add(call, certificate.node_id):
+                await self._hold(call)
+                if call.ended:
+                    return
+                life = self._admit_session(call, certificate)
+                counted.enter_context(_counted(life))
+                opened_under = life.fence.opening
+                hello = await self._first_frame(call, certificate)
+                async with life.turn(certificate.node_id, left=lambda: call.ended) as there:
+                    if not there:
+                        return
+                    session = await self._open(call, life, hello, certificate=certificate, opened_under=opened_under)
             await session.run()
 
     def _certificate(self, call: ServerCall) -> CertificateFacts:

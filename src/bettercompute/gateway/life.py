@@ -276,18 +276,24 @@ class GatewayLife:
         return GatewayState.FENCED if self.fence.retired else GatewayState.NO_LEASE
 
     @contextlib.asynccontextmanager
-    async def turn(self, node_id: str) -> AsyncIterator[None]:
-        """Take the node's Hellos one after another, at most one a second."""
+    async def turn(self, node_id: str, *, left: Callable[[], bool]) -> AsyncIterator[bool]:
+        """Take the node's Hellos one after another, at most one a second. Yields whether it is still there.
+
+        One whose daemon has left delays nobody: a daemon that reconnects often would else stand in line behind all the
+        streams that it has given up.
+        """
         turns = self._turns.setdefault(node_id, _Turns())
         turns.wanted += 1
         try:
             async with turns.lock:
                 now_ms = self._world.clock.monotonic_ms()
                 delay_ms = opening.hello_delay_ms(last_hello_at_ms=self._last_hello_ms.get(node_id), now_ms=now_ms)
-                if delay_ms:
+                if delay_ms and not left():
                     await asyncio.sleep(delay_ms / 1000)
-                self._note_hello(node_id)
-                yield
+                there = not left()
+                if there:
+                    self._note_hello(node_id)
+                yield there
         finally:
             turns.wanted -= 1
             if not turns.wanted:

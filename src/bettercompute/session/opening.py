@@ -51,6 +51,9 @@ SOURCES_MAX = 4_096
 HELLOS_PUSHBACK_MIN_MS = 500
 HELLO_EVERY_MS = 1_000
 """At most one Hello a second per node and gateway: a second one is delayed, not refused."""
+OPENING_PER_NODE_MAX = 8
+"""Streams of one node that are open and not yet a session. A daemon has one, and a few lost ones after a bad network;
+a node that opens more would take the tokens, the places of those who are held and the streams of everybody else."""
 ROLES: Mapping[int, str] = {
     messages.AGENT_ROLE_NODE: "node",
     messages.AGENT_ROLE_SITE: "site",
@@ -230,6 +233,22 @@ def hello_time_ms(*, took_ms: int, pending: int) -> float:
     during a storm would come back after as many times that long.
     """
     return took_ms / max(1, pending)
+
+
+def admit_opening(*, node_id: str, opening: int, drawn: float) -> None:
+    """Refuse a stream of a node of which `opening` others are open and not yet a session, before it costs a token.
+
+    They are taken one a second, so that is how long the node waits for its turn.
+    """
+    if opening < OPENING_PER_NODE_MAX:
+        return
+    wait_ms = int(opening * HELLO_EVERY_MS * (1 + drawn))
+    raise refuse(
+        Reason.HELLOS,
+        f"{opening} streams of node {node_id} are waiting for their session, at most {OPENING_PER_NODE_MAX} are "
+        f"allowed; end the others, or come back in {wait_ms} ms",
+        pushback_ms=wait_ms,
+    )
 
 
 def refuse_database(*, drawn: float) -> Refused:

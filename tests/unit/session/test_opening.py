@@ -271,6 +271,14 @@ def test_a_queue_that_drains_in_3_s_is_told_as_such() -> None:
     assert 3_000 <= refused.value.pushback_ms <= 6_000
 
 
+def test_the_ninth_stream_of_a_node_without_a_session_waits_for_the_others() -> None:
+    opening.admit_opening(node_id="n", opening=7, drawn=0.5)
+    with pytest.raises(Refused) as caught:
+        opening.admit_opening(node_id="n", opening=8, drawn=0.5)
+    assert (caught.value.status, caught.value.reason) == (Status.RESOURCE_EXHAUSTED, Reason.HELLOS)
+    assert caught.value.pushback_ms == 12_000, "one a second, and not all of them in step"
+
+
 def test_a_failed_transaction_closes_with_a_pushback() -> None:
     refused = opening.refuse_database(drawn=0.5)
     assert (refused.status, refused.reason, refused.pushback_ms) == (Status.UNAVAILABLE, Reason.DATABASE, 3_000)
