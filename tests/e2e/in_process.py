@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -104,13 +104,18 @@ class Site:
         await self.stack.aclose()
         await self.start()
 
-    async def ask(self, method: str, path: str, *body: Any, **query: Any) -> Any:
+    @contextlib.contextmanager
+    def api(self) -> Iterator[ApiClient]:
         assert self.plane is not None
         client = ApiClient(address=self.plane.api_url or "", token=self.plane.operator_token or "")
         try:
-            return await asyncio.to_thread(lambda: getattr(client, method)(path, *body, **query))
+            yield client
         finally:
             client.close()
+
+    async def ask(self, method: str, path: str, *body: Any, **query: Any) -> Any:
+        with self.api() as client:
+            return await asyncio.to_thread(lambda: getattr(client, method)(path, *body, **query))
 
     async def run(self, *arguments: str) -> tuple[int, str, str]:
         """Run `better-compute`; return its exit code and what it printed and remarked."""
@@ -165,8 +170,8 @@ class Site:
         assert not {node: state for node, state in ended.items() if not state.startswith("succeeded")}
 
     async def restart_nodes(self, node_ids: list[str]) -> None:
+        await asyncio.gather(*(self.nodes[node_id].stop() for node_id in node_ids))
         for node_id in node_ids:
-            await self.nodes[node_id].stop()
             self.nodes[node_id].start()
 
 

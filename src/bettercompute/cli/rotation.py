@@ -126,8 +126,7 @@ def _rotate(name: str, stage: StageName, *, folder: KeyFolder, api: str | None, 
 
     purpose = Purpose(name)
     client = output.run(lambda: ApiClient.from_environment(api))
-    step = {StageName.PREPARE: _prepare, StageName.SWITCH: _switch, StageName.RETIRE: _retire}[stage]
-    rotated = output.run(lambda: step(client, folder, purpose))
+    rotated = output.run(lambda: run_stage(client, folder, purpose, stage))
     if json:
         output.print_json(rotated)
         return
@@ -139,6 +138,12 @@ def _rotate(name: str, stage: StageName, *, folder: KeyFolder, api: str | None, 
     output.note(f"trust version {rotated['trust_version']} is in force; {_NEXT_STEP[stage]}")
     if stage is not StageName.RETIRE:
         output.note(f"copy the changed files of {folder.folder} to the other processes of the control plane")
+
+
+def run_stage(client: ApiClient, folder: KeyFolder, purpose: Purpose, stage: StageName) -> Any:
+    """Do what a stage asks of the key folder and of the API; return the API's answer."""
+    step = {StageName.PREPARE: _prepare, StageName.SWITCH: _switch, StageName.RETIRE: _retire}[stage]
+    return step(client, folder, purpose)
 
 
 def _prepare(client: ApiClient, folder: KeyFolder, purpose: Purpose) -> Any:
