@@ -27,7 +27,7 @@ SETTLING_ROUNDS = 3
 
 @dataclass
 class BadDaemons:
-    """One that stops reading and one that never acks; both come and go."""
+    """One that stops reading and one that never acks; both come and go, and what is queued for them with them."""
 
     site: Site
     deaf: FakeDaemon
@@ -39,7 +39,8 @@ class BadDaemons:
         return [self.deaf.node_id, self.mute.node_id]
 
     async def come(self) -> None:
-        """Connect, take what credits allow, and be of no use."""
+        """Connect, take what credits allow of a thousand commands each, and be of no use."""
+        await self.site.enqueue(self.node_ids, per_node=QUEUED, prefix="queued")
         for daemon in (self.deaf, self.mute):
             daemon.levers.answer, daemon.levers.redials = NEVER_ACKED, True
             self.tasks.append(asyncio.create_task(daemon.run()))
@@ -56,6 +57,11 @@ class BadDaemons:
         await asyncio.wait_for(asyncio.gather(*self.tasks), 30)
         self.tasks.clear()
         await until(self._gone, what="the end of their sessions", within_s=30)
+        [open_] = await self.site.database.query("SELECT count(*) AS commands FROM commands WHERE state < 5")
+        # What the deaf one was reading when it stopped, it may have done.
+        assert open_["commands"] >= 2 * QUEUED - CONTROL_CREDITS
+        await self.site.database.query("DELETE FROM commands WHERE node_id = ANY ($1::text[])", self.node_ids)
+        await self.site.database.query("VACUUM commands")
 
     async def _gone(self) -> bool:
         rows = await self.site.rows()
@@ -81,7 +87,7 @@ async def p99_ms(site: Site, node_ids: Sequence[str], *, rounds: int, prefix: st
 @pytest.mark.parametrize(
     ("turns", "rounds", "noise_ms"),
     # A short run on a full machine says whether the others are held up, not by how many percent.
-    [(2, 3, 250.0), pytest.param(20, 10, 5.0, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+    [(3, 3, 500.0), pytest.param(12, 10, 5.0, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
     ids=["short", "long"],
 )
 async def test_the_others_p99_stays(tmp_path: Path, dsn: str, turns: int, rounds: int, noise_ms: float) -> None:
@@ -95,16 +101,12 @@ async def test_the_others_p99_stays(tmp_path: Path, dsn: str, turns: int, rounds
         for daemon in others:
             await asyncio.wait_for(daemon.connected(), 30)
         node_ids = [daemon.node_id for daemon in others]
-        await site.enqueue(bad.node_ids, per_node=QUEUED, prefix="queued")
         without, beside = [], []
         for turn in range(turns):
             without.append(await p99_ms(site, node_ids, rounds=rounds, prefix=f"without-{turn}"))
             await bad.come()
             beside.append(await p99_ms(site, node_ids, rounds=rounds, prefix=f"beside-{turn}"))
             await bad.go()
-        [open_] = await site.database.query("SELECT count(*) AS commands FROM commands WHERE state < 5")
         calm_ms, beside_ms = median(without), median(beside)
         print(f"p99 {calm_ms:.1f} ms, beside a deaf and a mute daemon {beside_ms:.1f} ms")  # noqa: T201
-        # What the deaf one was reading when it stopped, it may have done.
-        assert open_["commands"] >= 2 * QUEUED - CONTROL_CREDITS
         assert beside_ms <= RATIO_MAX * calm_ms + noise_ms
