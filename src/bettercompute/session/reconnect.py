@@ -21,7 +21,6 @@ KEEP_CONNECTION_MAX_MS = 30_000
 ATTEMPT_MAX = 1_000_000
 
 _KEEPS_CONNECTION = frozenset({Reason.HANDSHAKES, Reason.HELLOS})
-_DIALS_ANEW = frozenset({Reason.STREAMS, Reason.DRAINING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,7 @@ def next_wait(backoff: Backoff, ending: Ending, *, drawn: float) -> tuple[Backof
 
 
 def _redial(ending: Ending) -> Redial:
-    if ending.pushback_ms is None or ending.pushback_ms > KEEP_CONNECTION_MAX_MS or ending.reason in _DIALS_ANEW:
+    """Keep the connection over a short wait for a turn; a full or draining gateway, above all, is left."""
+    if ending.pushback_ms is None or ending.pushback_ms > KEEP_CONNECTION_MAX_MS:
         return Redial.NEW_CONNECTION
     return Redial.SAME_CONNECTION if ending.reason in _KEEPS_CONNECTION else Redial.NEW_CONNECTION

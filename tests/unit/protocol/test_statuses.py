@@ -52,6 +52,10 @@ def test_pushback_is_followed_exactly_or_ignored(text, pushback_ms):
     assert parse_pushback(text) == pushback_ms
 
 
+def test_no_pushback_is_told_that_a_foreign_client_would_have_to_cut() -> None:
+    assert [format_pushback(wait_ms) for wait_ms in (-1, 900_000, 900_001)] == ["0", "900000", "900000"]
+
+
 @given(st.integers(-(10**9), 10**12))
 def test_a_pushback_told_is_the_pushback_heard(pushback_ms):
     assert parse_pushback(format_pushback(pushback_ms)) == max(0, min(pushback_ms, MAX_PUSHBACK_MS))

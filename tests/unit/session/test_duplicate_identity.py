@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from bettercompute.session.duplicate_identity import BOOTS_KEPT, Claim, Judgement, has_forked, judge, was_live
-from bettercompute.session.hello_plan import GatewayFacts, SessionRow
+from bettercompute.session.hello_plan import BootSeen, GatewayFacts, SessionRow
 from tests.unit.session.world_in_memory import START_MS, empty_row, gateway_facts
 
 MINUTE_MS = 60_000
@@ -141,6 +141,16 @@ def test_the_window_forgets() -> None:
     judged = identity.hello("A", after_ms=11 * MINUTE_MS)
     assert judged.duplicate
     assert judged.alternations == 1
+
+
+@pytest.mark.parametrize(("age_ms", "proof"), [(10 * MINUTE_MS, True), (10 * MINUTE_MS + 1, False)])
+def test_a_boot_that_came_back_is_proof_only_within_the_window(age_ms: int, *, proof: bool) -> None:
+    boots = (BootSeen(boot_id="A", seen_at_ms=START_MS - age_ms), BootSeen(boot_id="B", seen_at_ms=START_MS))
+    row = replace(empty_row(), gateway_id="gw", last_seen_ms=START_MS, boot_id="B", recent_boots=boots)
+    row = replace(row, duplicate_hellos=3, duplicate_since_ms=START_MS)
+    claim = Claim(boot_id="A", hello_nonce=b"", previous_hello_nonce=b"")
+    judged = judge(row, claim, GATEWAY, now_ms=START_MS)
+    assert (judged.quarantine, judged.reboot_loop) == (proof, not proof)
 
 
 def test_a_fork_in_the_window_is_proof_for_a_later_alternation() -> None:

@@ -269,6 +269,14 @@ def test_a_signed_only_session_withholds_what_is_not_signed() -> None:
     assert [command.command_id for command in decided.held] == ["c-1"]
 
 
+def test_an_unsigned_result_of_a_signed_only_session_is_stored_as_unauthenticated() -> None:
+    results = [messages.CommandUpdate(command_id=name, state=messages.COMMAND_STATE_SUCCEEDED) for name in ("a", "b")]
+    results[1].signature.value = b"signature"
+    for signed_only, authenticated in ((True, [False, True]), (False, [True, True])):
+        decided = plan(facts(gateway=gateway_facts(signed_only=signed_only)), done_results=results)
+        assert [fact.authenticated for fact in decided.results] == authenticated
+
+
 def test_kinds_that_the_certificate_does_not_allow_are_cancelled() -> None:
     certificate = certificate_facts(allowed_kinds=frozenset({"diag.nvml"}))
     decided = plan(facts(certificate=certificate, commands=(in_flight("c-1"),)))
