@@ -1,7 +1,7 @@
 """`/v1/pki`: what nodes trust, who holds which version of it, and the steps by which its keys are rotated.
 
-New keys are made where the key folder is, by the command line; what comes here is public. See docs/security.md,
-"Rotating keys"; decisions 0130.
+New keys are made where the key folder is, by the command line; what comes here is public. See docs/rotation.md,
+"The life of a key"; decisions 0130.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The steps of a rotation, each in one transaction with what it asks of the fleet, its audit entry and the new bundle.
 
 What a step may do is decided by `pki.rotation`; here its facts are read and its outcome is stored. A step that is asked
-again after a crash, or because its answer was lost, finds itself done and answers the same. See docs/security.md,
-"Rotating keys"; decisions 0130.
+again after a crash, or because its answer was lost, finds itself done and answers the same. See docs/rotation.md,
+"The life of a key"; decisions 0130.
 """
 
 from __future__ import annotations

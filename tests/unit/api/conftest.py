@@ -57,7 +57,7 @@ class NoKeeper:
     async def retire(self, **_: Any) -> Any:
         raise AssertionError("nobody retires a key here")
 
-    async def publish(self, transaction: Transaction) -> int:
+    async def publish(self, transaction: Transaction) -> int:  # noqa: ARG002 - the name is the protocol's
         raise AssertionError("nobody publishes here")
 
 

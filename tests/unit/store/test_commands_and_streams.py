@@ -212,11 +212,15 @@ async def test_a_trust_bundle_gets_a_new_version_only_when_its_content_changes(d
         signed.append(version)
         return f"bundle {version}".encode()
 
+    async def publish(content: str) -> trust.StoredBundle:
+        async with database.transaction() as transaction:
+            await trust.lock(transaction)
+            return await trust.publish(transaction, content_sha256=sha256(content), sign=sign, purposes=())
+
     assert await trust.current(database) is None
-    publishing = (trust.publish(database, content_sha256=sha256("one"), sign=sign) for _ in range(5))
-    assert {bundle.version for bundle in await asyncio.gather(*publishing)} == {1}
-    second = await trust.publish(database, content_sha256=sha256("two"), sign=sign)
-    back = await trust.publish(database, content_sha256=sha256("one"), sign=sign)
+    assert {bundle.version for bundle in await asyncio.gather(*(publish("one") for _ in range(5)))} == {1}
+    second = await publish("two")
+    back = await publish("one")
     assert (second.version, back.version, back.signed_bundle, signed) == (2, 3, b"bundle 3", [1, 2, 3])
     assert await trust.current(database) == back
 
