@@ -193,6 +193,8 @@ class BoundedH2(H2Connection):
         self.now_ms = now_ms
         self.bucket = AbuseBucket.full(limits, now_ms=now_ms)
         self.bill_peer = not client_side
+        # A stranger's calls are billed whatever becomes of them: it has one Join to make, and each answer costs.
+        self.bill_calls = False
         # Paths whose calls are never billed (tunnels of a proven session), and the open streams that are such calls.
         self.free_paths: set[str] = set()
         self.free_streams: set[int] = set()
@@ -299,6 +301,8 @@ class BoundedH2(H2Connection):
         return super()._receive_frame(frame)
 
     def _note_request(self, event: RequestReceived) -> None:
+        if self.bill_calls:
+            self.bill("calls without a certificate")
         if self.free_paths and any(
             name == b":path" and value.decode("latin-1") in self.free_paths for name, value in event.headers
         ):

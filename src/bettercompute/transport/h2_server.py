@@ -41,6 +41,7 @@ class H2Server(H2Core):
         """Count what this connection makes us hold with that of all strangers, and bear with less."""
         self._is_stranger = True
         self._h2.bucket.lower_burst(self.limits.anonymous_abuse_burst)
+        self._h2.bill_calls = True
 
     def never_bill(self, path: str) -> None:
         """Stop billing calls of `path`."""

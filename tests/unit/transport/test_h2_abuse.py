@@ -21,6 +21,7 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
+from bettercompute.protocol.statuses import Status
 from bettercompute.transport.calls import EndKind
 from bettercompute.transport.h2_bounds import AbuseBucket, BoundedH2, EnhanceYourCalm
 from bettercompute.transport.h2_events import CallLost, CallOpened, ConnectionEnded, MessageReceived
@@ -101,6 +102,22 @@ def test_a_stranger_is_borne_with_for_less_long(stranger: bool, borne: int):
     assert wire.server.ended is None
     wire.send_frames(ping())
     assert wire.calmed()
+
+
+@pytest.mark.parametrize("stranger", [False, True])
+def test_the_calls_of_a_stranger_are_billed_although_each_is_answered(stranger: bool):
+    wire = Wire()
+    if stranger:
+        wire.server.count_strangers()
+    for _ in range(2 * DEFAULT_LIMITS.anonymous_abuse_burst):
+        stream_id = wire.open_call()
+        wire.exchange()
+        if wire.server.ended is not None:
+            break
+        wire.server.finish(stream_id, Status.UNIMPLEMENTED, "unknown method", {})
+        wire.exchange()
+        wire.server.handler_done()
+    assert wire.calmed() is stranger
 
 
 def test_rapid_reset_ends_the_connection_before_many_calls_are_opened():
