@@ -27,6 +27,12 @@ LARGE = {
 # Read whole because somebody asks for the whole, with the reason.
 WHOLE = {
     "nodes.state_counts": "an operator's overview, counted over all nodes",
+    "trust.holders": "an operator's overview, counted over all nodes",
+    "trust.connected_behind": "once, where an operator asks for a step of a rotation",
+    "trust.returning_behind": "the same",
+    "trust.signed_under": "the same",
+    "trust.highest_held": "once, where a trust bundle is published",
+    "approvers.highest_epoch": "once, where an approver set is proposed",
 }
 FLEET = f"""
 INSERT INTO nodes (node_id, site, role, attestor, state)

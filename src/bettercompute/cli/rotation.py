@@ -73,10 +73,14 @@ def trust_version(
     api: Api = None,
     json: Json = False,
 ) -> None:
-    """Show the trust version in force, what it lists, and who does not hold it yet."""
+    """Show the trust version in force, what it lists, and who does not hold it yet, or enforces other approvers."""
     client = output.run(lambda: ApiClient.from_environment(api))
     trust = output.run(lambda: client.get("/v1/pki/trust"))
-    nodes = output.run(lambda: list(client.pages("/v1/pki/trust/nodes", behind=not all_nodes)))
+    nodes = [
+        node
+        for node in output.run(lambda: list(client.pages("/v1/pki/trust/nodes")))
+        if all_nodes or node["behind"] or node["quorum_behind"]
+    ]
     if json:
         output.print_json({**trust, "nodes": nodes})
         return
@@ -113,7 +117,7 @@ def trust_version(
                 node["node_id"],
                 "yes" if node["connected"] else "no",
                 node["trust_version"],
-                output.cell(node["approver_set_epoch"]),
+                output.cell(node["approver_set_epoch"]) + (" (another set)" if node["quorum_behind"] else ""),
             )
             for node in nodes
         ],
