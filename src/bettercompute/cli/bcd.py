@@ -279,6 +279,7 @@ def _shown(found: DaemonStatus) -> dict[str, object]:
         "unacked": f"{found.unacked_results} results, {found.unacked_events} events",
         "journal": f"{found.journal_id}, {found.journal_bytes / 1024:.0f} KiB",
         **{f"condition {condition.type}": condition.message or condition.reason for condition in found.conditions},
+        **{f"refused {name}": f"{count} times" for name, count in found.refusals.items()},
     }
 
 
