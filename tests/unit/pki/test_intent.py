@@ -86,7 +86,7 @@ def test_a_node_certificate_signs_no_intent():
         serial=bytes(16),
         now_ms=NOW_MS,
     )
-    forged = IntentSigner(key, (leaf.public_bytes(Encoding.DER),))
+    forged = IntentSigner(key, (leaf.public_bytes(Encoding.DER),), root_sha256="0" * 64)
     assert refusal(command(forged)).reason == Reason.BAD_PROOF
     assert refusal(command(forged), roots=(CommandRoot(certificate=node_ca.certificate),)).reason
 
