@@ -351,7 +351,7 @@ def test_no_sequence_of_lies_runs_what_it_must_not_or_locks_the_node_out(script:
 
 
 @pytest.mark.long
-@settings(max_examples=5_000)
+@settings(max_examples=1_000)
 @given(st.lists(st.tuples(st.sampled_from(ACT_NAMES), st.integers(0, 10_000)), max_size=60))
 def test_no_long_sequence_of_lies_does_either(script: list[tuple[str, int]]) -> None:
     told(script)
