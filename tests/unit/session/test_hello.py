@@ -197,14 +197,19 @@ def test_a_gap_at_hello_is_accepted_and_shown() -> None:
     ],
 )
 def test_a_rolled_back_journal_is_told_so_and_gets_nothing(row: SessionRow, changes: dict[str, object]) -> None:
-    commands = (in_flight("c-1"), in_flight("c-2", cancel_requested=True), in_flight("c-3", kind="gpu.reset"))
+    commands = (
+        in_flight("c-1"),
+        in_flight("c-2", cancel_requested=True),
+        in_flight("c-3", kind="gpu.reset"),
+        in_flight("c-4", cancel_requested=True),
+    )
     node = NodeFacts(identity_generation=1, spec_generation=3)
-    rolled = plan(facts(row=row, commands=commands, node=node), **changes)
+    rolled = plan(facts(row=row, commands=commands, node=node), running_command_ids=["c-4"], **changes)
     assert rolled.new_journal
     assert rolled.row.journal_id == "rolled-back:j-1"
     assert rolled.row.acked_event_seq == 0
     assert not rolled.resent
-    assert not rolled.cancels
+    assert not rolled.cancels, "not even of what runs: the next Hello is told"
     assert not rolled.send_spec
     assert [(end.command_id, end.reason) for end in rolled.ends] == [("c-2", "cancelled"), ("c-3", "journal-lost")]
     again = plan(facts(row=replace(ROW, journal_id="rolled-back:j-1")), journal_id="j-2", last_event_seq=0)
