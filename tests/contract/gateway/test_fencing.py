@@ -110,6 +110,17 @@ async def test_the_flush_writes_ages_and_leaves_the_rest_alone(rig):
     assert len(rig.gateway.life.registry) == 1
 
 
+async def test_the_flush_finds_a_session_whose_node_has_said_hello_elsewhere(rig):
+    node = await rig.add_node("node-a")
+    zombie = await rig.connect(node)
+    _, server = await rig.start_another()
+    newer = await rig.connect(node, server=server)
+    await rig.gateway.life.liveness.flush()
+    assert (await zombie.end())[:2] == (Status.ABORTED, "superseded")
+    row = await rig.row("node-a")
+    assert (row["session_id"], row["disconnected_at"]) == (newer.welcome.session_id, None)
+
+
 async def test_a_flush_without_the_lease_ends_nobody(rig):
     node = await rig.add_node("node-a")
     daemon = await rig.connect(node)

@@ -211,6 +211,14 @@ class TestFull:
         assert (await refused(daemon))[:2] == (Status.RESOURCE_EXHAUSTED, "streams")
         assert int(daemon.call.trailers["grpc-retry-pushback-ms"]) >= 30_000
 
+    async def test_the_stream_limit_while_another_gateway_has_room(self, rig):
+        await rig.start_another()
+        await rig.gateway.neighbours.read()
+        await rig.connect(await rig.add_node("node-a"))
+        daemon = await rig.dial(await rig.add_node("node-b"))
+        assert (await refused(daemon))[:2] == (Status.RESOURCE_EXHAUSTED, "streams")
+        assert 1_000 <= int(daemon.call.trailers["grpc-retry-pushback-ms"]) <= 5_000
+
     async def test_a_stream_that_has_ended_makes_room(self, rig):
         first = await rig.connect(await rig.add_node("node-a"))
         first.connection.close()
