@@ -101,7 +101,11 @@ async def test_a_preview_asks_nobody(clients: Clients, context: ApiContext, two_
     assert labelled.json() == {"node_id": "n2", "labels": [{"key": "gpu", "value": "h100", "source": "operator"}]}
     wanted = {"kind": "inventory.refresh", "selector": "gpu=h100"}
     answer = (await clients["operator"].post("/v1/commands/preview", json=wanted)).json()
-    assert answer == {"kind": "inventory.refresh", "nodes": [{"node_id": "n2", "state": "joined"}]}
+    assert answer == {
+        "kind": "inventory.refresh",
+        "nodes": [{"node_id": "n2", "state": "joined"}],
+        "approvals_required": 0,
+    }
     assert (await clients["viewer"].get("/v1/commands")).json()["items"] == []
     made = (await clients["operator"].post("/v1/commands", json=wanted)).json()
     assert [command["node_id"] for command in made["commands"]] == ["n2"]
