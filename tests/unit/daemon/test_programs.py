@@ -156,10 +156,13 @@ async def test_a_child_left_behind_by_its_program_is_ended(marks: Marks) -> None
     assert not group_lives(group_of(marks))
 
 
-async def test_what_left_the_group_does_not_hold_the_command(marks: Marks, line: Line) -> None:
-    outcome = await run(programs(marks), "sh", "-c", f"setsid sh -c 'echo $$ > {line.path}; exec sleep 600' & echo out")
+async def test_what_left_the_group_does_not_hold_the_command(marks: Marks, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    # The program ends only once the other has left: until then it is of the group, and goes with it.
+    script = f"setsid sh -c 'echo $$ > {left}; exec sleep 600' & until [ -s {left} ]; do sleep 0.01; done; echo out"
+    outcome = await run(programs(marks), "sh", "-c", script)
     assert outcome.stdout == b"out\n"
-    os.kill(int(await line.read()), signal.SIGKILL)
+    os.kill(int(left.read_text()), signal.SIGKILL)
 
 
 async def test_what_ignores_term_is_killed(marks: Marks) -> None:
