@@ -30,7 +30,8 @@ def connected(client: ApiClient) -> bool:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lifetime_s", [12, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("lifetime_s", [12, 60])
+@pytest.mark.long
 def test_a_short_certificate_with_an_open_session(tmp_path: Path, dsn: str, lifetime_s: int) -> None:
     site = Site(tmp_path, dsn=dsn, of_api=f"[pki]\nnode_certificate_s = {lifetime_s}\n")
     try:

@@ -1,6 +1,7 @@
 """A gateway under a database role of its own: all that it does still works, and nothing that it has no business with.
 
-The sessions here are those of tests/contract/gateway: the same tests, with the gateway's connections under the role.
+The tests of standing here are those of tests/contract/gateway, with the gateway's connections under the role; those of
+sessions are in test_gateway_role_sessions.py, for the long run.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from bettercompute.testing.postgres import TestServer
 from bettercompute.transport.memory import MemoryServer
 from tests.contract.gateway.conftest import config, node_ca  # noqa: F401  # fixtures
 from tests.contract.gateway.rig import WAIT_S, Rig, Services, make_gateway, make_world
-from tests.contract.gateway.test_session import *  # noqa: F403  # the suite, under the role
-from tests.contract.gateway.test_standing import *  # noqa: F403
+from tests.contract.gateway.test_standing import *  # noqa: F403  # a suite, under the role
 from tests.security import gateway_grants
 
 

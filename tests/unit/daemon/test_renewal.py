@@ -227,7 +227,8 @@ async def test_it_waits_for_two_thirds_of_the_life_and_retries_as_told(
     assert 1.234 in waits
     first, second = [told for told in bench.told if told is not None]
     assert first == 5 + 1234, "a refusal's server time dates the next proof, by when it is made"
-    assert second == 6000 + int(waits[-1] * 1000)
+    # The loop may have gone on to its next wait already.
+    assert second - 6000 in {int(wait * 1000) for wait in waits}
 
 
 @pytest.fixture
