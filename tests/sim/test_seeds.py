@@ -18,8 +18,6 @@ KEPT = [
     if line.strip() and not line.startswith("#")
     for scenario, seed in [line.split()]
 ]
-# Half a minute each: `make test` has what is shorter.
-LONG = frozenset({"all", "days"})
 SAMPLE = [seed if seed <= 4 else pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 21)]
 SAMPLE_FAULTS_S = 40
 ALL_SEEDS = range(1, 201)
@@ -46,13 +44,8 @@ def test_a_sample_of_every_fault(simulate: Run, seed: int) -> None:
     assert outcome.commands + outcome.events > 5
 
 
-@pytest.mark.parametrize(
-    ("scenario", "seed"),
-    [
-        pytest.param(scenario, seed, id=f"{scenario}-{seed}", marks=[pytest.mark.long] if scenario in LONG else [])
-        for scenario, seed in KEPT
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("scenario", "seed"), KEPT, ids=[f"{scenario}-{seed}" for scenario, seed in KEPT])
 def test_what_was_found_once_stays_mended(simulate: Run, scenario: str, seed: int) -> None:
     outcome = simulate(scenario, seed)
     assert not outcome.violations, explain(outcome)
