@@ -9,7 +9,6 @@ id, because an older state that looks sound would run commands twice. See docs/d
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 from collections import Counter
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from bettercompute.daemon import journal_faults as faults
 from bettercompute.daemon import journal_records as records
-from bettercompute.daemon.journal_files import Seal, companions, keep_aside
+from bettercompute.daemon.journal_files import Seal, companions, keep_aside, remove
 from bettercompute.daemon.journal_records import (
     FORMAT,
     LIMITS,
@@ -31,6 +30,7 @@ from bettercompute.daemon.journal_records import (
     JournalFullError,
     JournalLimits,
     JournalMeta,
+    JournalUnfinishedError,
     Value,
     Write,
     entry_of,
@@ -73,16 +73,16 @@ class JournalDatabase:
         if any(path.exists() for path in companions(self.path)):
             try:
                 return self.check()
+            except JournalUnfinishedError:
+                self.close()
+                remove(self.path)
             except JournalDamagedError as error:
-                why = str(error)
-            why = f"{why}; the files were {self.set_aside(stamp)}"
+                why = f"{error}; the files were {self.set_aside(stamp)}"
         try:
             return replace(self._create(journal_id=new_journal_id(), birth=new_birth()), set_aside=why)
         except _FAULTS as error:
             self.close()
-            for path in companions(self.path):  # half made, it promised nothing, and would read as damaged
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            remove(self.path)  # half made, it promised nothing
             raise self._unavailable(error) from error
 
     def check(self) -> JournalContents:
@@ -211,19 +211,24 @@ class JournalDatabase:
 
     def _load(self) -> JournalContents:
         promised = self._seal.read()
+        # The seal is made last, and whole: what never had one was killed while it was made, or has lost it.
+        sealed = self._seal.path.exists()
         if not self.path.exists() or not self.path.stat().st_size:  # SQLite would remove the log of an empty database
-            raise JournalDamagedError("the database is missing or empty")
+            only = [path for path in companions(self.path) if path.exists()] == [self.path]
+            raise (JournalUnfinishedError if only else JournalDamagedError)("the database is missing or empty")
         self._connect()
         problem = self._connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
             raise JournalDamagedError(f"SQLite's check says: {problem}")
+        if not sealed and not self._pragma("schema_version"):
+            raise JournalUnfinishedError("it has no tables, and never had a seal: it was killed while it was made")
         if self._pragma("user_version") != FORMAT:
             raise JournalDamagedError(f"it is of format {self._pragma('user_version')}, and this bcd reads {FORMAT}")
         row = self._connection.execute("SELECT * FROM meta WHERE id = 1").fetchone()
         if row is None:
             raise JournalDamagedError("the meta row is missing")
         self.meta = meta = JournalMeta(*self._checked("meta", row[1:]))  # type: ignore[arg-type]  # the CRC covers them
-        if promised is None and meta.commits == 0 and not self._seal.path.exists():
+        if promised is None and meta.commits == 0 and not sealed:
             self._seal.create(meta.birth, 0)  # ended between the two halves of `_create`: nothing was promised yet
         elif promised is None or promised[0] != meta.birth:
             raise JournalDamagedError("the seal is missing, damaged or of another journal")
@@ -239,13 +244,8 @@ class JournalDatabase:
             documents={str(row[0]): bytes(row[1]) for row in self._rows("documents")},  # type: ignore[arg-type]  # as above
         )
         events = sum(1 for _ in self._rows("events"))
-        found = (
-            len(contents.commands),
-            len(contents.cancelled),
-            len(contents.processes),
-            events,
-            len(contents.documents),
-        )
+        *others, documents = contents.commands, contents.cancelled, contents.processes, contents.documents
+        found = (*map(len, others), events, len(documents))
         expected = (meta.commands, meta.cancelled, meta.processes, meta.events, meta.documents)
         if found != expected:
             names = ", ".join(f"{name} {was} of {of}" for name, was, of in zip(TABLES, found, expected, strict=True))

@@ -163,13 +163,15 @@ class Seal:
         return birth, commits
 
     def create(self, birth: bytes, commits: int) -> None:
-        """Write both slots anew, so that later writes need no space."""
+        """Write both slots anew, so that later writes need no space; under its name the file is whole or not there."""
         self.close()
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        unnamed = self.path.with_name(self.path.name + ".new")
+        self._descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         os.pwrite(self._descriptor, bytes(2 * _SEAL_SLOT_BYTES), 0)
         for slot in (commits, commits + 1):
             os.pwrite(self._descriptor, self._record(birth, commits), slot % 2 * _SEAL_SLOT_BYTES)
         os.fsync(self._descriptor)
+        unnamed.rename(self.path)
         sync_folder(self.path.parent)
 
     def write(self, birth: bytes, commits: int) -> None:
@@ -279,6 +281,14 @@ def companions(database: Path) -> tuple[Path, ...]:
         database.with_name(database.name + "-shm"),
         database.with_name(database.name + "-seal"),
     )
+
+
+def remove(database: Path) -> None:
+    """Remove what a making that failed or was killed left behind, also what SQLite makes before there is a log."""
+    seal = database.with_name(database.name + "-seal.new")
+    for path in (*companions(database), database.with_name(database.name + "-journal"), seal):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -95,6 +95,10 @@ class JournalDamagedError(Exception):
     """What is on the disk is not what was written."""
 
 
+class JournalUnfinishedError(JournalDamagedError):
+    """Its making never came to an end: nothing was ever in it, and whoever may write makes it anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class JournalContents:
     """What is known right after opening. Updates that were acked stay on disk."""
