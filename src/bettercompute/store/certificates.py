@@ -56,8 +56,8 @@ class Revocation:
     """The serialized `RevocationNotice` without its serials; None: the reason says it all."""
 
 
-async def insert(transaction: Transaction, certificate: NewCertificate) -> None:
-    """Record a certificate before it is given out."""
+async def insert(transaction: Transaction, certificate: NewCertificate, *, issued_at_ms: int | None = None) -> None:
+    """Record a certificate before it is given out, or one that was issued before and is not on record."""
     await transaction.execute(
         "certificates.insert",
         serial=certificate.serial,
@@ -67,6 +67,7 @@ async def insert(transaction: Transaction, certificate: NewCertificate) -> None:
         chain=certificate.chain,
         not_before_ms=certificate.not_before_ms,
         not_after_ms=certificate.not_after_ms,
+        issued_at_ms=issued_at_ms,
         allowed_kinds=None if certificate.allowed_kinds is None else list(certificate.allowed_kinds),
     )
 

@@ -162,7 +162,7 @@ async def test_a_certificate_that_a_restore_has_forgotten_renews(plane):
     second = await renew(plane, node, body, between)
     await plane.database.query(f"DELETE FROM node_certs WHERE serial = '{serial(second)}'")
     third = await renew(plane, between, second, following, client_time_ms=NOW_MS + 1)
-    assert await good_serials(plane, "n1") == {serial(body), serial(third)}
+    assert await good_serials(plane, "n1") == {serial(body), serial(second), serial(third)}
     stored = await stored_certificates.find(plane.database, serial=serial(third))
     assert stored is not None
     assert (stored.identity_generation, stored.allowed_kinds) == (1, ("inventory.refresh",))

@@ -205,8 +205,12 @@ async def test_a_newer_certificate_that_nobody_used_locks_nobody_out(plane):
             r"is quarantined \(clone\)",
         ),
         ("UPDATE node_certs SET superseded_at = compute_now()", Reason.SUPERSEDED_CERTIFICATE, "replaced by a newer"),
-        ("DELETE FROM node_certs", Reason.NOT_JOINED, "is not recorded"),
-        ("DELETE FROM nodes", Reason.NOT_JOINED, "is not known here"),
+        ("DELETE FROM nodes", Reason.NOT_JOINED, "has not joined here"),
+        (
+            "UPDATE nodes SET revoked_at = compute_now(), revoked_by = 'ops', revoked_reason = ''",
+            Reason.REVOKED,
+            "was revoked by ops",
+        ),
     ],
 )
 async def test_who_may_not_come_back(plane, spoil, reason, why):
@@ -216,6 +220,47 @@ async def test_who_may_not_come_back(plane, spoil, reason, why):
     request = node.rejoin_request(body, next_node=Node(), client_time_ms=LATER_MS)
     refusal = await refused(plane, request, reason, why)
     assert "join anew with a new token" in refusal.message
+
+
+async def test_what_a_restore_has_forgotten_comes_back_as_what_it_was_and_once(plane):
+    """Its certificate was issued after the backup, and expired before the node was on again."""
+    node, forgotten, following = Node(), Node(), Node()
+    body = await plane.joined(node, node_id="n1")
+    await plane.database.query("UPDATE node_certs SET allowed_kinds = '{inventory.refresh}'")
+    renewal = node.renew_request(body, next_node=forgotten, client_time_ms=NOW_MS)
+    lost = plane.verified(await plane.join.renew(renewal, peer_chain=list(body.certificate_chain)), forgotten)
+    await plane.database.query(f"DELETE FROM node_certs WHERE serial = '{serial(lost)}'")
+    await postgres.freeze_clock(plane.database, now_ms=LATER_MS)
+    request = forgotten.rejoin_request(lost, next_node=following, client_time_ms=LATER_MS)
+    again = await rejoin(plane, request, following)
+    assert await rejoin(plane, request, following) == again
+    stored = await stored_certificates.find(plane.database, serial=serial(again))
+    assert stored is not None
+    assert (stored.identity_generation, stored.allowed_kinds) == (2, ("inventory.refresh",))
+    copy = forgotten.rejoin_request(lost, next_node=Node(), client_time_ms=LATER_MS)
+    await refused(plane, copy, Reason.OLD_GENERATION, "older identity")
+
+
+@pytest.mark.parametrize(
+    ("newer", "reason", "why"),
+    [
+        ("first_used_at = compute_now()", Reason.SUPERSEDED_CERTIFICATE, "older than one that the node has used"),
+        ("first_used_at = NULL", Reason.OLD_GENERATION, "older than the node's present identity"),
+    ],
+)
+async def test_what_is_older_than_the_record_was_not_forgotten_by_a_restore(plane, newer, reason, why):
+    node, renewed, late = Node(), Node(), NOW_MS + 60_000
+    body = await plane.joined(node, node_id="n1")
+    await postgres.freeze_clock(plane.database, now_ms=late)
+    renewal = node.renew_request(body, next_node=renewed, client_time_ms=late)
+    await plane.join.renew(renewal, peer_chain=list(body.certificate_chain))
+    await plane.database.query(f"DELETE FROM node_certs WHERE serial = '{serial(body)}'")
+    await plane.database.query(f"UPDATE node_certs SET {newer}")
+    if reason is Reason.SUPERSEDED_CERTIFICATE:
+        joined = "INSERT INTO node_certs SELECT 'ab', node_id, 1, sha256('a'), chain, to_timestamp(0), not_after"
+        await plane.database.query(f"{joined} FROM node_certs")
+    await postgres.freeze_clock(plane.database, now_ms=LATER_MS)
+    await refused(plane, node.rejoin_request(body, next_node=Node(), client_time_ms=LATER_MS), reason, why)
 
 
 async def test_what_was_revoked_stays_revoked_for_the_request_that_was_answered(plane):
@@ -281,7 +326,6 @@ async def test_evidence_that_is_none(plane):
     [
         ({"trust_domain": "other.example"}, Reason.BAD_CERTIFICATE, "of trust domain other.example, not ours"),
         ({"attestation_key_sha256": "ab" * 32}, Reason.ATTESTOR_UNKNOWN, "a TPM certifies is not supported yet"),
-        ({}, Reason.NOT_JOINED, "is not recorded for node n1"),
     ],
 )
 async def test_a_certificate_that_was_not_issued_by_join(plane, named, reason, why):

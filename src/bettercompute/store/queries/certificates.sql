@@ -1,10 +1,11 @@
 -- Node certificates: what was issued, used, superseded and revoked.
 
 -- name: certificates.insert
--- other: issued by Join or Renew
-INSERT INTO node_certs (serial, node_id, identity_generation, csr_sha256, chain, not_before, not_after, allowed_kinds)
+-- other: issued by Join or Renew, or found at a node and not on record
+INSERT INTO node_certs (serial, node_id, identity_generation, csr_sha256, chain, not_before, not_after, issued_at,
+                        allowed_kinds)
 VALUES (:serial, :node_id, :identity_generation, :csr_sha256, :chain, at_ms(:not_before_ms), at_ms(:not_after_ms),
-        :allowed_kinds::text[]);
+        coalesce(at_ms(:issued_at_ms::bigint), compute_now()), :allowed_kinds::text[]);
 
 -- name: certificates.find
 -- other: read
