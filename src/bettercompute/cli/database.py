@@ -27,7 +27,7 @@ def migrate(
     """Bring the schema up to this release. Safe to run twice, and beside a running release."""
     from bettercompute.store import migrations
 
-    applied = output.run(lambda: _with_dsn(config, lambda dsn: migrations.migrate(dsn, contract=contract)))
+    applied = output.run(lambda: _with_dsn(config, lambda dsn: migrations.migrate(dsn, contract=contract), make=True))
     if json:
         output.print_json({"applied": [migration.name for migration in applied]})
     elif applied:
@@ -78,7 +78,7 @@ def roles(
     )
 
 
-def _with_dsn(config: Path | None, work: Callable[[str], Awaitable[T]]) -> T:
+def _with_dsn(config: Path | None, work: Callable[[str], Awaitable[T]], *, make: bool = False) -> T:
     """Run `work` on the configured database; the embedded one is started when it does not run yet."""
     from bettercompute.server.config import load
     from bettercompute.server.postgres import database
@@ -86,5 +86,5 @@ def _with_dsn(config: Path | None, work: Callable[[str], Awaitable[T]]) -> T:
     async def bound(dsn: str) -> T:
         return await work(dsn)
 
-    with database(load(config)) as dsn:
+    with database(load(config), make=make) as dsn:
         return asyncio.run(bound(dsn))

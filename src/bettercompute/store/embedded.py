@@ -170,7 +170,7 @@ class EmbeddedPostgres:
                 raise refuse(
                     Reason.CONFLICT,
                     f"{self._cluster} was made by PostgreSQL {found}, this program brings {major}: "
-                    "dump it with the program that made it (better-compute db backup) and restore the dump here",
+                    "dump it by pg_dump while the release that made it runs, and restore the dump here",
                 )
             return
         # Made beside and renamed, so that a half-made cluster is never taken for one.
@@ -271,6 +271,11 @@ def start(
     server = EmbeddedPostgres(data_dir, settings=settings or {}, initdb_options=initdb_options)
     server.start()
     return server
+
+
+def exists(data_dir: Path) -> bool:
+    """Say whether a server has its data in `data_dir`, running or not."""
+    return (data_dir / "cluster" / "PG_VERSION").exists()
 
 
 def find_running(data_dir: Path) -> str | None:

@@ -36,6 +36,8 @@ NOBODY = ("--api", "http://127.0.0.1:1")
         (("serve", "--config", "{file}"), "invalid"),
         (("serve", "--config", "{folder}"), "cannot be read: Is a directory; name the right file with --config"),
         (("db", "status", "--config", "{bogus}"), "database.dsn"),
+        (("db", "status", "--config", "{empty}"), "{folder}/none/postgres holds no embedded database"),
+        (("db", "roles", "--config", "{empty}"), "{folder}/none/postgres holds no embedded database"),
         (("dev", "--dir", "{file}"), "{file}"),
     ],
 )
@@ -43,7 +45,9 @@ def test_one_sentence_and_a_code(tmp_path: Path, arguments: tuple[str, ...], say
     file, bogus = tmp_path / "file", tmp_path / "bogus.toml"
     file.write_text("not = [toml")
     bogus.write_text('[database]\ndsn = "bogus"\n')
-    fill = {"{file}": str(file), "{bogus}": str(bogus), "{folder}": str(tmp_path)}
+    empty = tmp_path / "empty.toml"
+    empty.write_text(f'state_dir = "{tmp_path}/none"\n')
+    fill = {"{file}": str(file), "{bogus}": str(bogus), "{empty}": str(empty), "{folder}": str(tmp_path)}
     filled = [_filled(part, fill) for part in arguments]
     done = RUNNER.invoke(app, filled, env={"BETTER_COMPUTE_TOKEN": "", "BETTER_COMPUTE_API": ""})
     assert done.exit_code in {1, 2, 3}
@@ -51,6 +55,7 @@ def test_one_sentence_and_a_code(tmp_path: Path, arguments: tuple[str, ...], say
     assert done.stderr.startswith("error: ")
     assert _filled(says, fill).lower() in done.stderr.lower()
     assert done.stderr.count("\n") <= 2
+    assert not (tmp_path / "none").exists()
 
 
 def _filled(text: str, fill: dict[str, str]) -> str:
