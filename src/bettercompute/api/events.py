@@ -36,6 +36,8 @@ SUBSCRIBERS_MAX = 64
 FOLLOW_ROWS = 200
 # A page is a few hundred kilobytes: who has not taken it by then does not read.
 SEND_S = 20.0
+# And who does not for as long again is not told why.
+END_S = 20.0
 # Proxies end what is silent for a minute.
 KEEP_ALIVE_S = 15.0
 # Then the client resumes, and its token is looked at again.
@@ -136,9 +138,9 @@ class EventStream(StreamingResponse):
             assert isinstance(self.body_iterator, AsyncGenerator)
             await self.body_iterator.aclose()
         # The page that was not taken was not begun either. Who reads on, late, is told why nothing follows; whoever
-        # never does is left without an end, for which it would have to read: the server closes the connection.
+        # never does is left without an end, for which it would have to read: the server ends the connection.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SEND_S):
+            async with asyncio.timeout(END_S):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

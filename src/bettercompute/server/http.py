@@ -17,6 +17,11 @@ from bettercompute.protocol.statuses import Reason, Status
 BACKLOG = 512
 # Requests that wait for a command to end are told to come back; the others are short.
 GRACEFUL_STOP_S = 3
+# And then what is cancelled may say so, unless its peer does not read.
+CANCELLED_STOP_S = 1
+# Whoever takes nothing of an answer for so long is gone: longer than a reader of events is given, twice. Neither ASGI
+# nor uvicorn bounds it, and a connection that is closed stays until its peer has read what was written.
+UNREAD_MS_MAX = 60_000
 
 
 class _Server(uvicorn.Server):
@@ -66,10 +71,19 @@ class HttpServer:
         return f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
 
     async def stop(self) -> None:
-        """Stop listening, give open requests a moment, end."""
+        """Stop listening, give open requests a moment, end with every connection."""
         self._server.should_exit = True
         await self._task
         self._listener.close()
+        # uvicorn has cancelled what took longer, and waits neither for that nor for the connections.
+        state = self._server.server_state
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=CANCELLED_STOP_S)
+        for connection in state.connections:
+            # To close it would wait until its peer has read all.
+            connection.transport.abort()
+        if state.tasks:
+            await asyncio.wait(state.tasks)
 
 
 def listen(host: str, port: int, *, purpose: str) -> socket.socket:
@@ -86,4 +100,5 @@ def listen(host: str, port: int, *, purpose: str) -> socket.socket:
     listener.setblocking(False)
     # Connections inherit it; without it a body that follows its head waits 40 ms for the client's delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS_MAX)
     return listener

@@ -95,6 +95,7 @@ async def test_a_reader_who_reads_on_late_is_told_why_nothing_follows(context: A
 
 async def test_a_reader_who_never_reads_costs_no_more_than_its_time(context: ApiContext, monkeypatch) -> None:
     monkeypatch.setattr(events, "SEND_S", 0.01)
+    monkeypatch.setattr(events, "END_S", 0.01)
     sent = []
 
     async def send(message) -> None:
