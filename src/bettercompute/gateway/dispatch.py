@@ -195,15 +195,35 @@ class Dispatcher:
                 asyncio.get_running_loop().call_later(item.effect.back_off_ms / 1000, item.session.give, again)
 
     async def _dispatch(self) -> None:
+        """Ask whom was named; a row that the store cannot mark is searched for, and its node alone gets nothing."""
         names = list(self._named)[:NODES_MAX]
         for name in names:
             del self._named[name]
+        parts = [names]
+        while parts:
+            part = parts.pop()
+            try:
+                await self._dispatch_to(part)
+            except StatementFailed:
+                if len(part) > 1:
+                    middle = len(part) // 2
+                    parts += [part[middle:], part[:middle]]
+                    continue
+                # The next poll names it again: the row may have been mended, or ended, by then.
+                log.exception("commands of a node cannot be marked", node_id=part[0])
+            except BaseException:
+                self._named = {**dict.fromkeys(chain.from_iterable(reversed(parts))), **self._named}
+                raise
+
+    async def _dispatch_to(self, names: Sequence[str]) -> None:
         live = {name: session for name in names if (session := self._registry.get(name)) is not None}
         demands = [demand for session in live.values() if (demand := gateway_side.wants(session.state)) is not None]
         if not demands:
             return
         try:
             marked = await delivery.dispatch(self._database, demands, lease=self._lease)
+        except StatementFailed:
+            raise
         except BaseException as error:
             self._named = {**dict.fromkeys(names), **self._named}
             if isinstance(error, Unavailable) and not isinstance(error, Conflict):

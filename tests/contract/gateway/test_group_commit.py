@@ -105,6 +105,20 @@ async def test_the_guilty_frame_costs_only_its_own_session(rig, gate):
     assert await seed.state_of(rig.database, "c-d") == CommandState.DISPATCHED
 
 
+async def test_a_command_that_cannot_be_marked_costs_only_its_own_node(rig):
+    names = ("a", "b", "c", "d", "e")
+    daemons = {name: await rig.connect(await rig.add_node(f"node-{name}")) for name in names}
+    for name in names:
+        await seed.add_command(rig.database, f"node-{name}", f"c-{name}", attempt=2**31 - 1 if name == "d" else 0)
+    rig.gateway.life.dispatcher.notified([f"node-{name}" for name in names])
+    for name in ("a", "b", "c", "e"):
+        assert (await daemons[name].command()).command_id == f"c-{name}"
+    assert await seed.state_of(rig.database, "c-d") == CommandState.PENDING
+    await rig.database.query("UPDATE commands SET attempt = 0 WHERE id = 'c-d'")
+    rig.gateway.life.dispatcher.notified(["node-d"])
+    assert (await daemons["d"].command()).command_id == "c-d"
+
+
 async def test_a_database_that_comes_back_loses_nothing(rig, gate):
     gate.open.set()
     gate.failures = [Unavailable("away"), Conflict("deadlock"), Unavailable("away")]
