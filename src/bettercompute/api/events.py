@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Send
 
+from bettercompute.api import label_scopes
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.paging import PAGE_ROWS, Limit
@@ -60,6 +62,7 @@ _log = structlog.get_logger(__name__)
 router = APIRouter(prefix="/v1", tags=["events"])
 
 Position = Annotated[int, Query(ge=0, le=MAX_BIGINT)]
+Wanted = Callable[[Sequence[PublishedEvent]], Awaitable[list[PublishedEvent]]]
 
 
 class EventShape(BaseModel):
@@ -86,7 +89,7 @@ class EventPage(BaseModel):
 @router.get("/events", response_model=EventPage, responses={200: {"content": {EVENT_STREAM: {}}}})
 async def list_events(
     context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))],
     after: Position | None = None,
     limit: Limit = PAGE_ROWS,
     node_id: Id | None = None,
@@ -94,20 +97,33 @@ async def list_events(
     last_event_id: Annotated[int | None, Header(ge=0, le=MAX_BIGINT)] = None,
 ) -> EventPage | Response:
     """List events after a position; as `text/event-stream`, go on with those to come, without a position from now."""
+    if node_id is not None:
+        await label_scopes.check_nodes(context.database, caller, [node_id])
     bounds = await outbox.bounds(context.database)
+    wanted = partial(_wanted, context, caller, node_id)
     if EVENT_STREAM in accept:
         begin = last_event_id if last_event_id is not None else after
-        return _subscribe(context, begin if begin is not None else bounds.last_position, node_id)
+        return _subscribe(context, begin if begin is not None else bounds.last_position, wanted)
     page = await outbox.read_from(context.database, after_position=after or 0, page_size=limit)
     return EventPage(
-        items=[_shape(event) for event in page if node_id in {None, event.node_id}],
+        items=[_shape(event) for event in await wanted(page)],
         next=page[-1].position if len(page) == limit else None,
         last_position=bounds.last_position,
         first_position=bounds.first_position,
     )
 
 
-def _subscribe(context: ApiContext, after: int, node_id: str | None) -> Response:
+async def _wanted(
+    context: ApiContext, caller: Principal, node_id: str | None, page: Sequence[PublishedEvent]
+) -> list[PublishedEvent]:
+    """Return those of a page that are of the node, if one is asked for, and of nodes within the caller's scope now."""
+    of_node = [event for event in page if node_id in {None, event.node_id}]
+    node_ids = {event.node_id for event in of_node if event.node_id is not None}
+    within = await label_scopes.within(context.database, caller, node_ids)
+    return of_node if within is None else [event for event in of_node if event.node_id in within]
+
+
+def _subscribe(context: ApiContext, after: int, wanted: Wanted) -> Response:
     if context.finished.subscribers >= SUBSCRIBERS_MAX:
         return problem(
             HTTPStatus.SERVICE_UNAVAILABLE,
@@ -115,7 +131,7 @@ def _subscribe(context: ApiContext, after: int, node_id: str | None) -> Response
             reason=Reason.OVERLOADED,
             headers={"retry-after": "60"},
         )
-    return EventStream(follow(context, after=after, node_id=node_id), media_type=EVENT_STREAM)
+    return EventStream(follow(context, after=after, wanted=wanted), media_type=EVENT_STREAM)
 
 
 class EventStream(StreamingResponse):
@@ -144,8 +160,12 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def follow(context: ApiContext, *, after: int, node_id: str | None = None) -> AsyncGenerator[str, None]:
-    """Yield server-sent events after a position, for an hour at most."""
+async def _all(page: Sequence[PublishedEvent]) -> list[PublishedEvent]:
+    return list(page)
+
+
+async def follow(context: ApiContext, *, after: int, wanted: Wanted = _all) -> AsyncGenerator[str, None]:
+    """Yield server-sent events after a position, those of each page that are `wanted`, for an hour at most."""
     context.finished.subscribers += 1
     try:
         first = (await outbox.bounds(context.database)).first_position
@@ -161,14 +181,13 @@ async def follow(context: ApiContext, *, after: int, node_id: str | None = None)
             page = await outbox.read_from(context.database, after_position=after, page_size=FOLLOW_ROWS)
             if page:
                 after = page[-1].position
-            wanted = [event for event in page if node_id in {None, event.node_id}]
+            shapes = [(event, _shape(event).model_dump()) for event in await wanted(page)]
             now_s = asyncio.get_running_loop().time()
-            if wanted:
-                shapes = [(event, _shape(event).model_dump()) for event in wanted]
+            if shapes:
                 yield "".join(_frame(event.type, shape, position=event.position) for event, shape in shapes)
                 idle_since_s = now_s
             elif now_s - idle_since_s > KEEP_ALIVE_S:
-                # The position goes along, so that a reader of one node does not come back to where it began.
+                # The position goes along, so that a reader of few nodes does not come back to where it began.
                 yield f": {after}\nid: {after}\n\n"
                 idle_since_s = now_s
             if len(page) < FOLLOW_ROWS:

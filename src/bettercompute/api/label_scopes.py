@@ -8,7 +8,7 @@ decisions 0154.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from bettercompute.api.auth import Principal
 from bettercompute.delivery.selectors import Requirement
@@ -36,6 +36,15 @@ async def check_nodes(queries: Queries, caller: Principal, node_ids: Sequence[st
             f"the token of {caller.name} is for nodes with {caller.scope_text} only, not for "
             f"{', '.join(outside[:SHOWN_MAX])}{more}",
         )
+
+
+async def within(queries: Queries, caller: Principal, node_ids: Collection[str]) -> set[str] | None:
+    """Return which of these nodes are within the caller's scope now; None: all of them, and what is of no node."""
+    if caller.labels is None:
+        return None
+    if not node_ids:
+        return set()
+    return set(node_ids) - set(await nodes.outside(queries, requirements(caller), node_ids=list(node_ids)))
 
 
 async def check_batch(queries: Queries, caller: Principal, batch_id: str) -> None:

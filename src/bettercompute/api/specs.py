@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, Field
 
+from bettercompute.api import label_scopes
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.paging import PAGE_ROWS, Limit
@@ -123,11 +124,11 @@ class SetAnswer(BaseModel):
 async def get_spec(
     node_id: Id,
     context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))],
     generation: Annotated[int | None, Query(ge=1, le=GENERATION_MAX)] = None,
 ) -> SpecShape:
     """Return what is desired of a node, or an older generation that is still kept."""
-    newest = await _newest(context, node_id)
+    newest = await _newest(context, node_id, caller)
     if generation is None or generation == newest.generations.generation:
         return _shape(newest)
     found = await specs.generation(context.database, node_id=node_id, number=generation)
@@ -144,12 +145,12 @@ async def get_spec(
 async def history(
     node_id: Id,
     context: Context,
-    _: Annotated[Principal, Depends(require(Role.VIEWER))],
+    caller: Annotated[Principal, Depends(require(Role.VIEWER, scoped=True))],
     before: Annotated[int, Query(ge=1, le=GENERATION_MAX)] = GENERATION_MAX,
     limit: Limit = PAGE_ROWS,
 ) -> History:
     """List the generations that are kept, newest first."""
-    await _newest(context, node_id)
+    await _newest(context, node_id, caller)
     page = await specs.history(context.database, node_id=node_id, before=before, page_size=limit)
     return History(
         items=[
@@ -172,25 +173,31 @@ async def history(
 
 @router.put("")
 async def set_spec(
-    node_id: Id, request: SetRequest, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
+    node_id: Id,
+    request: SetRequest,
+    context: Context,
+    caller: Annotated[Principal, Depends(require(Role.OPERATOR, scoped=True))],
 ) -> SetAnswer:
     """Desire all of this of a node."""
     spec = read_spec(request.spec)
     async with context.database.transaction() as transaction:
-        locked = await _locked(transaction, node_id)
+        locked = await _locked(transaction, node_id, caller)
         return await _set(context, transaction, locked, spec, node_id=node_id, request=request, caller=caller)
 
 
 @router.patch("")
 async def change_spec(
-    node_id: Id, request: ChangeRequest, context: Context, caller: Annotated[Principal, Depends(require(Role.OPERATOR))]
+    node_id: Id,
+    request: ChangeRequest,
+    context: Context,
+    caller: Annotated[Principal, Depends(require(Role.OPERATOR, scoped=True))],
 ) -> SetAnswer:
     """Desire these sections of a node, and the others as before."""
     for name in request.sections:
         require_known(name)
     read = {name: None if value is None else read_section(name, value) for name, value in request.sections.items()}
     async with context.database.transaction() as transaction:
-        locked = await _locked(transaction, node_id)
+        locked = await _locked(transaction, node_id, caller)
         spec = messages.NodeSpec()
         if locked.body is not None:
             spec.CopyFrom(locked.body.full)
@@ -262,14 +269,16 @@ def _stale(node_id: str, *, expected: int | None, found: int) -> Refused:
     )
 
 
-async def _locked(transaction: Transaction, node_id: str) -> LockedSpec:
+async def _locked(transaction: Transaction, node_id: str, caller: Principal) -> LockedSpec:
+    await label_scopes.check_nodes(transaction, caller, [node_id])
     locked = await specs.lock(transaction, node_id=node_id)
     if locked is None:
         raise _no_node(node_id)
     return locked
 
 
-async def _newest(context: ApiContext, node_id: str) -> NewestSpec:
+async def _newest(context: ApiContext, node_id: str, caller: Principal) -> NewestSpec:
+    await label_scopes.check_nodes(context.database, caller, [node_id])
     found = await specs.newest(context.database, node_id=node_id)
     if found is None:
         raise _no_node(node_id)

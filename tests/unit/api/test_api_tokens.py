@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from bettercompute.api import events
 from bettercompute.api.app import create_app
+from bettercompute.api.auth import Principal, Role
 from bettercompute.api.context import ApiContext
+from bettercompute.store import outbox
+from bettercompute.store.outbox import NewEvent
 
 Clients = Mapping[str, httpx.AsyncClient]
 
@@ -117,6 +123,46 @@ async def test_a_label_scope_bounds_nodes_and_their_commands(clients: Clients, b
     assert (await scoped.get("/v1/nodes/n1")).status_code == 403
 
 
+async def test_a_label_scope_bounds_events_and_specs(
+    clients: Clients, context: ApiContext, bearer: Any, two_nodes: Any
+) -> None:
+    admin = clients["admin"]
+    await admin.patch("/v1/nodes/n1/labels", json={"set": {"rack": "7"}})
+    scoped = {}
+    for role in ("viewer", "operator"):
+        body = {"name": f"rack-7-{role}", "role": role, "labels": {"rack": "7"}}
+        scoped[role] = bearer((await admin.post("/v1/api-tokens", json=body)).json()["token"])
+
+    async with context.database.transaction() as transaction:
+        made = [NewEvent(id=f"e-{node}", type="t", node_id=node, payload={}) for node in ("n1", "n2", None)]
+        await outbox.publish(transaction, made)
+    await outbox.assign_positions(context.database)
+    page = (await scoped["viewer"].get("/v1/events", params={"limit": 3})).json()
+    assert ([item["id"] for item in page["items"]], page["next"]) == (["e-n1"], 3)
+    assert (await scoped["viewer"].get("/v1/events", params={"node_id": "n2"})).status_code == 403
+    assert len((await admin.get("/v1/events")).json()["items"]) == 3
+    caller = Principal(name="rack-7-viewer", role=Role.VIEWER, labels={"rack": "7"})
+    stream = events.follow(context, after=0, wanted=partial(events._wanted, context, caller, None))
+    told = [await asyncio.wait_for(anext(stream), 10) for _ in range(2)]
+    await stream.aclose()
+    assert "e-n1" in told[1]
+    assert "e-n2" not in told[1]
+
+    spec = {"spec": {"daemon": {"log_level": "debug"}}}
+    part = {"sections": {"daemon": None}}
+    assert (await scoped["operator"].put("/v1/nodes/n1/spec", json=spec)).json()["generation"] == 1
+    assert (await scoped["operator"].patch("/v1/nodes/n1/spec", json=part)).json()["generation"] == 2
+    assert (await scoped["viewer"].put("/v1/nodes/n1/spec", json=spec)).status_code == 403
+    for suffix in ("", "/history"):
+        assert (await scoped["viewer"].get(f"/v1/nodes/n1/spec{suffix}")).status_code == 200
+        for node_id in ("n2", "nobody"):
+            assert (await scoped["viewer"].get(f"/v1/nodes/{node_id}/spec{suffix}")).status_code == 403
+    for node_id in ("n2", "nobody"):
+        assert (await scoped["operator"].put(f"/v1/nodes/{node_id}/spec", json=spec)).status_code == 403
+        assert (await scoped["operator"].patch(f"/v1/nodes/{node_id}/spec", json=part)).status_code == 403
+    assert (await admin.get("/v1/nodes/n2/spec")).json()["generation"] == 0
+
+
 async def test_every_other_route_is_closed_to_a_scope(clients: Clients, context: ApiContext, bearer: Any) -> None:
     """A route that is not about single nodes, or forgot to ask, refuses; the list of those that ask is short."""
     body = {"name": "rack-7", "role": "operator", "labels": {"rack": "7"}}
@@ -133,6 +179,7 @@ async def test_every_other_route_is_closed_to_a_scope(clients: Clients, context:
         ("get", "/v1/commands/{command_id}/output"),
         ("get", "/v1/commands/{command_id}/why"),
         ("post", "/v1/commands/{command_id}/cancel"),
+        ("get", "/v1/events"),
     }
     schema = create_app(context).openapi()
     for path, operations in schema["paths"].items():
