@@ -48,7 +48,8 @@ class JournalEntry:
     update: bytes = b""
     """The terminal `CommandUpdate`, serialized: kept here until acked, afterwards only in the journal itself."""
     command: bytes = b""
-    """The delivered `Command`, serialized: only in entries read at process start, for the proofs of rule 5."""
+    """The delivered `Command`, serialized: only in entries read at process start, for the proofs of rule 5 and to know
+    the same command again."""
     done_mark_ms: int = 0
     """The stored mark when it was done."""
     acked: bool = False

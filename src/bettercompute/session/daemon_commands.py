@@ -96,6 +96,9 @@ def delivered(state: DaemonSession, frame: messages.Command, *, now_ms: int) -> 
         return state, daemon_answers.answer(
             state, daemon_answers.cancelled_update(state, command_id, frame.attempt, now_ms=now_ms)
         )
+    if entry is not None and not _is_same(entry, delivery):
+        message = f"this node holds another command under the id {command_id!r}: an id stands for one body"
+        return _rejected(state, delivery, messages.COMMAND_REJECT_REASON_INVALID, message, now_ms=now_ms)
     unfit = _unfit(state, delivery, now_ms=now_ms)
     if unfit is not None:
         if entry is not None:
@@ -107,6 +110,17 @@ def delivered(state: DaemonSession, frame: messages.Command, *, now_ms: int) -> 
         update.message = "this journal does not know the command, which was seen running before; it is not run twice"
         return state, daemon_answers.answer(state, update)
     return _begin(state, delivery, entry, now_ms=now_ms)
+
+
+def _is_same(entry: JournalEntry, delivery: _Delivery) -> bool:
+    """Say whether the command that an earlier process left is the one delivered: what was approved, or counted, or
+    judged safe to run again, was that body and no other, whoever signed this one.
+    """
+    if entry.kind != delivery.body.kind:
+        return False
+    if not entry.command:
+        return True
+    return decode_message(messages.Command, entry.command, limit=len(entry.command)).body == delivery.frame.body
 
 
 def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None, *, now_ms: int) -> Outcome:

@@ -28,6 +28,8 @@ from bettercompute.transport.memory import MemoryConnection, MemoryServer
 
 NODE_ID = "n1"
 TIMEOUT_S = 30
+# The same for all deliveries of a command: an id stands for one body.
+NOT_AFTER_MS = system_world().clock.now_ms() + 3_600_000
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class FakeSession:
             "kind": "inventory.refresh",
             "lane": 1,
             "timeout_ms": 30_000,
-            "not_after_ms": system_world().clock.now_ms() + 3_600_000,
+            "not_after_ms": NOT_AFTER_MS,
             "trust_domain": "bc.local",
         }
         body = messages.CommandBody(**(values | changes))  # type: ignore[arg-type]

@@ -480,6 +480,21 @@ def test_a_command_that_an_earlier_process_left_is_taken_up() -> None:
     assert state.entries["c-1"].process_id == "p-1"
 
 
+@pytest.mark.parametrize("other", [{"kind": "gpu.reset"}, {"kind": "node.reboot"}, {"timeout_ms": 2_000}])
+def test_another_body_under_the_id_of_what_was_left_is_not_run(other: dict[str, Any]) -> None:
+    # Approved or harmless was the body that this node began: a worker could otherwise spend its word on another.
+    key = certificates.generate_key().public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    approvers = make_approver_set([key], epoch=1, threshold=1, tiers=[messages.DESTRUCTIVE_TIER_NODE])
+    kept = left(command=command().SerializeToString())
+    state, _ = step(live(booted({"c-1": kept})[0]), inputs.TrustHeld(2, Authority(approvers=approvers)))
+    state, done = told(state, command=command(attempt=2, seen=CommandState.RUNNING, **other))
+    assert kinds(done) == ["SendAgentFrame"]
+    assert updates(done)[0].reject_reason == messages.COMMAND_REJECT_REASON_INVALID
+    assert state.entries["c-1"] == kept
+    _, done = told(state, command=command(attempt=3, seen=CommandState.RUNNING))
+    assert "StartHandler" in kinds(done), "the one that was left may still be taken up"
+
+
 def test_one_that_was_left_and_is_too_late_is_done_as_failed() -> None:
     state = live(booted({"c-1": left()})[0])
     state, done = told(state, command=command(attempt=2, not_after_ms=START_MS))
