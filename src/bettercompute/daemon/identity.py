@@ -37,8 +37,8 @@ from bettercompute.pki.identity_file import (
     damaged,
 )
 from bettercompute.pki.keyfiles import Disk, LocalDisk
-from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet
-from bettercompute.pki.trust import Trust
+from bettercompute.pki.quorum import NO_APPROVERS
+from bettercompute.pki.trust import TakenTrust, Trust
 from bettercompute.protocol.statuses import Reason, refuse
 
 _FOLDER = "identity.d"
@@ -234,16 +234,19 @@ class IdentityStore:
             self._write_record(adopted, held=held)
             return adopted
 
-    def replace_trust(self, newer: Trust, approvers: ApproverSet) -> None:
-        """Keep a bundle that `trust.accept` took, and the approver set that `trust.enforced_approvers` made of it.
+    def take_trust(self, signed: bytes) -> TakenTrust | None:
+        """Judge a relayed bundle by what is held at this very moment, and keep it; None when it is not newer.
 
-        The set first: a bundle that is on disk without it would not be offered again.
+        The approver set first: a bundle that is on disk without it would not be offered again.
         """
         with self._lock:
-            held = self._required().record
-            self._write_record(replace(held, approvers=approvers), held=held)
-            serial = held.certificate_serial
-            keyfiles.replace_file(self._disk, self._folder / serial / TRUST_FILE, newer.signed)
+            held = self._required()
+            taken = trust.take(signed, held=held.trust, approvers=held.record.approvers)
+            if taken is not None:
+                self._write_record(replace(held.record, approvers=taken.approvers), held=held.record)
+                folder = self._folder / held.record.certificate_serial
+                keyfiles.replace_file(self._disk, folder / TRUST_FILE, taken.trust.signed)
+            return taken
 
     def _load(self) -> Identity | None:
         record = _read_record(self._disk, self.state_dir / IDENTITY_FILE)
@@ -323,16 +326,20 @@ def _identity(key: ec.EllipticCurvePrivateKey, issued: Issued, *, held: Identity
         machine_id=machine.machine_id,
         dmi_uuid=machine.dmi_uuid,
     )
-    carried = _carry_marks(record, node, held, issued.trust)
-    return Identity(record=carried, node=node, key=key, chain_der=issued.chain_der, trust=issued.trust)
+    newest = issued.trust if held is None else trust.newer_of(held.trust, issued.trust)
+    carried = _carry_marks(record, node, held, newest)
+    return Identity(record=carried, node=node, key=key, chain_der=issued.chain_der, trust=newest)
 
 
 def _carry_marks(record: IdentityRecord, node: NodeIdentity, held: Identity | None, newest: Trust) -> IdentityRecord:
-    """Keep the marks of the identity before it when it is the same node's: not even a re-join takes them back."""
-    same_node = held is not None and held.node.spiffe_id == node.spiffe_id
-    approvers, _ = trust.enforced_approvers(held.record.approvers if held and same_node else NO_APPROVERS, newest)
+    """Keep the marks of the identity before it when it is the same node's: not even a re-join takes them back.
+
+    The approvers also under another name: whoever holds the control plane can make a re-join necessary, and names it.
+    """
+    same_domain = held is not None and held.node.trust_domain == node.trust_domain
+    approvers, _ = trust.enforced_approvers(held.record.approvers if held and same_domain else NO_APPROVERS, newest)
     record = replace(record, approvers=approvers)
-    if held is None or not same_node:
+    if held is None or held.node.spiffe_id != node.spiffe_id:
         return record
     return replace(
         record,

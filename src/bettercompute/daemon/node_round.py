@@ -136,6 +136,7 @@ class NodeRound:
                 conditions=self.conditions,
                 advertised=self._advertised,
                 authority=self._authority,
+                reload_identity=self.life.load,
                 load=self._load,
             )
         )

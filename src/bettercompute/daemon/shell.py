@@ -8,7 +8,7 @@ not connected".
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -22,7 +22,6 @@ from bettercompute.daemon.executor import Executor
 from bettercompute.daemon.identity import IdentityStore
 from bettercompute.daemon.inventory_held import HeldInventory
 from bettercompute.errors import BetterComputeError, Refused
-from bettercompute.pki import trust
 from bettercompute.pki.quorum import SetChange
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import ProtocolError, decode_message, encode_message
@@ -69,7 +68,9 @@ class ShellParts:
     advertised: Callable[[], Advertised]
     """What the next Hello claims."""
     authority: Callable[[], Authority]
-    """Whom the identity on disk lets command this node."""
+    """Whom the identity in memory lets command this node."""
+    reload_identity: Callable[[], Awaitable[object]]
+    """Brings into memory what is on disk."""
     load: Callable[[], messages.NodeLoad]
 
 
@@ -323,38 +324,32 @@ class NodeShell:
     # What is held.
 
     async def _apply_trust(self, bundle: messages.SignedTrustBundle) -> None:
-        identity = await asyncio.to_thread(self._parts.identities.load)
-        assert identity is not None, "a session needs an identity"
         try:
-            newer = trust.accept(
-                bundle.SerializeToString(),
-                held=identity.trust,
-                trust_domain=identity.record.trust_domain,
-                pinned_keys=identity.trust.content.join_signing_keys,
-            )
+            taken = await asyncio.to_thread(self._parts.identities.take_trust, bundle.SerializeToString())
         except Refused as refusal:
             log.warning("a trust bundle was refused", why=refusal.message, reason=refusal.reason)
             self._parts.conditions.set(TRUST_REFUSED, holds=True, reason=refusal.reason, message=refusal.message)
             self.driver.give(RelayRefused(Relayed.TRUST_BUNDLE, refusal.reason))
             return
-        if newer is None:
+        if taken is None:
             # Honest when it crosses the Hello that told of the one held.
             self.driver.give(RelayRefused(Relayed.TRUST_BUNDLE, "not-newer"))
-        else:
-            approvers, change = trust.enforced_approvers(identity.record.approvers, newer)
-            await asyncio.to_thread(self._parts.identities.replace_trust, newer, approvers)
-            log.info("a newer trust bundle is in force", version=newer.version, approver_set=change.value)
-            kept = change not in (SetChange.SAME, SetChange.TAKE)
-            if kept:
-                self.driver.give(RelayRefused(Relayed.APPROVER_SET, change.value))
-            self._parts.conditions.set(
-                APPROVERS_KEPT,
-                holds=kept,
-                reason=change.value,
-                message="the bundle's approver set was not taken; this node goes on enforcing its own" if kept else "",
-            )
-            # Before what the session has brought meanwhile: Welcome is a barrier, and this is a part of it.
-            self.driver.give_first(TrustHeld(newer.version, Authority.of(newer.content, approvers)))
+            return
+        # A stream on the same connection asks the identity in memory for what it may obey.
+        await self._parts.reload_identity()
+        version, change = taken.trust.version, taken.change
+        log.info("a newer trust bundle is in force", version=version, approver_set=change.value)
+        kept = change not in (SetChange.SAME, SetChange.TAKE)
+        if kept:
+            self.driver.give(RelayRefused(Relayed.APPROVER_SET, change.value))
+        self._parts.conditions.set(
+            APPROVERS_KEPT,
+            holds=kept,
+            reason=change.value,
+            message="the bundle's approver set was not taken; this node goes on enforcing its own" if kept else "",
+        )
+        # Before what the session has brought meanwhile: Welcome is a barrier, and this is a part of it.
+        self.driver.give_first(TrustHeld(version, Authority.of(taken.trust.content, taken.approvers)))
 
     async def _apply_desired(self, desired: messages.DesiredState) -> None:
         held = self._parts.desired

@@ -107,6 +107,40 @@ def accept(
     return trust
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenTrust:
+    """What a newer bundle makes of a node's trust."""
+
+    trust: Trust
+    approvers: ApproverSet
+    """What the node enforces from here on: the bundle's set, or still its own."""
+    change: SetChange
+
+
+def take(signed: bytes, *, held: Trust, approvers: ApproverSet) -> TakenTrust | None:
+    """Return what follows from a relayed bundle for a node that holds these; None when it is not newer, a refusal when
+    it is bad.
+    """
+    content = held.content
+    newer = accept(signed, held=held, trust_domain=content.trust_domain, pinned_keys=content.join_signing_keys)
+    if newer is None:
+        return None
+    enforced, change = enforced_approvers(approvers, newer)
+    return TakenTrust(trust=newer, approvers=enforced, change=change)
+
+
+def newer_of(held: Trust, brought: Trust) -> Trust:
+    """Return what a node trusts that holds one bundle when an answer brings another: never the older of the two, as far
+    as they are of one installation. Whoever relays an answer decides when it comes.
+    """
+    if held.version <= brought.version or held.content.trust_domain != brought.content.trust_domain:
+        return brought
+    try:
+        return verify(held.signed, pinned_keys=brought.content.join_signing_keys)
+    except Refused:
+        return brought
+
+
 def enforced_approvers(held: ApproverSet, trust: Trust) -> tuple[ApproverSet, SetChange]:
     """Return the approver set that a node enforces once it took a bundle, and why: the bundle's, or still its own."""
     content = trust.content

@@ -174,8 +174,34 @@ async def test_a_bundle_that_came_with_a_renewal_is_in_force_from_the_next_sessi
     assert held is not None
     root = certificates.make_command_root(serial=bytes(16), now_ms=system_world().clock.now_ms())
     content = replace(held.trust.content, command_roots=(CommandRoot(certificate=root.certificate),))
-    store.replace_trust(trust.sign(content, version=2, key=keys.signing, now_ms=1), held.record.approvers)
+    store.take_trust(trust.sign(content, version=2, key=keys.signing, now_ms=1).signed)
     session.end(Status.UNAVAILABLE, "go", reason="draining", pushback_ms=1)
+    again = await node.gateway.session()
+    assert again.hello.trust_version == 2
+    again.welcome()
+    again.command("c1")
+    update = await again.update("c1", CommandState.REJECTED)
+    assert update.reject_reason == messages.COMMAND_REJECT_REASON_BAD_SIGNATURE
+
+
+async def test_a_bundle_that_came_in_a_session_is_in_force_on_the_same_connection_too(node: Node) -> None:
+    keys = control_plane()
+    shutil.rmtree(node.config.state_dir)
+    join(node.config, keys=keys)
+    node.start()
+    session = await node.gateway.session()
+    held = IdentityStore(node.config.state_dir).load()
+    assert held is not None
+    root = certificates.make_command_root(serial=bytes(16), now_ms=system_world().clock.now_ms())
+    content = replace(held.trust.content, command_roots=(CommandRoot(certificate=root.certificate),))
+    newer = trust.sign(content, version=2, key=keys.signing, now_ms=1)
+    session.welcome(trust=messages.SignedTrustBundle.FromString(newer.signed))
+    while True:
+        report = await session.frame("status")
+        assert isinstance(report, messages.StatusReport)
+        if report.trust_version == 2:
+            break
+    session.end(Status.RESOURCE_EXHAUSTED, "later", reason="handshakes", pushback_ms=1)
     again = await node.gateway.session()
     assert again.hello.trust_version == 2
     again.welcome()

@@ -26,7 +26,7 @@ from bettercompute.daemon.identity import (
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, identity_file, keyfiles, trust
 from bettercompute.pki.identity import NodeIdentity
-from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet, make_approver_set
+from bettercompute.pki.quorum import NO_APPROVERS, ApproverSet, SetChange, make_approver_set
 from bettercompute.pki.trust import Trust, TrustContent
 from bettercompute.protocol.statuses import Reason
 from tests.unit.pki.crash_disk import CrashDisk, PowerLossError
@@ -208,14 +208,22 @@ def test_marks_only_rise():
 def test_the_enforced_approvers_outlive_a_rejoin_and_change_only_by_their_own_hand():
     first, second = (quorum_of(epoch, KEY_BYTES) for epoch in (1, 2))
     store = IdentityStore(STATE, disk=CrashDisk())
-    obtain(store, ControlPlane(trust=make_trust(approvers=first)))
+    plane = ControlPlane(trust=make_trust(approvers=first))
+    obtain(store, plane)
     assert held(store).record.approvers == first, "the first set is taken at join"
-    obtain(store, ControlPlane(trust=make_trust(approvers=second)), label="again")
+    plane.trust = make_trust(held=plane.trust, approvers=second)
+    obtain(store, plane, label="again")
     assert held(store).record.approvers == first, "a re-join with another set that nobody signed"
-    obtain(store, ControlPlane(trust=TRUST), label="third")
+    plane.trust = make_trust(held=plane.trust)
+    obtain(store, plane, label="third")
     assert held(store).record.approvers == first, "nor does a bundle without a set end it"
-    store.replace_trust(make_trust(held=TRUST, approvers=second), second)
-    assert held(store).record.approvers == second
+    taken = store.take_trust(make_trust(held=held(store).trust, approvers=second).signed)
+    assert taken is not None
+    assert (taken.approvers, taken.change) == (first, SetChange.NOT_SIGNED)
+    assert held(store).record.approvers == first, "nor a newer bundle with a set that nobody signed"
+    plane.node_id, plane.trust = "n2", make_trust(held=taken.trust, approvers=second)
+    obtain(store, plane, label="elsewhere")
+    assert held(store).record.approvers == first, "nor another name, which the control plane gives"
 
 
 def test_an_approver_set_that_cannot_be_read_is_refused_like_the_rest():
@@ -231,13 +239,24 @@ def test_an_approver_set_that_cannot_be_read_is_refused_like_the_rest():
 def test_a_newer_bundle_replaces_the_one_held():
     _, store = joined()
     newer = make_trust(held=TRUST)
-    store.replace_trust(newer, NO_APPROVERS)
-    identity = store.load()
-    assert identity is not None
-    assert identity.trust == newer
+    taken = store.take_trust(newer.signed)
+    assert taken is not None
+    assert held(store).trust == taken.trust == newer
+    assert store.take_trust(TRUST.signed) is None
+    assert held(store).trust == newer
 
 
-@pytest.mark.parametrize("change", [IdentityStore.raise_marks, lambda store: store.replace_trust(TRUST, NO_APPROVERS)])
+def test_an_answer_that_was_held_back_brings_no_older_bundle_back():
+    _, store = joined()
+    request = store.pending(Purpose.RENEW, label="serial")
+    late = ControlPlane().answer(request.csr_der)
+    newer = make_trust(held=TRUST)
+    store.take_trust(newer.signed)
+    store.install(Purpose.RENEW, request, late, machine=MACHINE)
+    assert held(store).trust == newer
+
+
+@pytest.mark.parametrize("change", [IdentityStore.raise_marks, lambda store: store.take_trust(TRUST.signed)])
 def test_without_an_identity_there_is_nothing_to_change(tmp_path, change):
     with pytest.raises(Refused, match="holds no identity: join first") as caught:
         change(IdentityStore(tmp_path))
@@ -410,7 +429,7 @@ def join_elsewhere(store: IdentityStore, plane: ControlPlane) -> None:
 
 def write_marks(store: IdentityStore, plane: ControlPlane) -> None:
     store.raise_marks(applied_generation=9)
-    store.replace_trust(make_trust(held=TRUST), NO_APPROVERS)
+    store.take_trust(make_trust(held=TRUST).signed)
 
 
 SCENARIOS: list[Scenario] = [
