@@ -85,7 +85,7 @@ async def test_kill_of_a_gateway(site: Site, begun: Counter[str], nodes: int) ->
     assert {row["gateway_id"] for row in rows.values()} == {second_id}
     assert {row["session_epoch"] for node_id, row in rows.items() if node_id not in on_first} == {1}
     assert {row["session_epoch"] for node_id, row in rows.items() if node_id in on_first} == {2}
-    await site.until_agreed(within_s=5)
+    await site.until_agreed(within_s=30)
     await site.until_ended(command_ids, within_s=30)
     assert begun == Counter(command_ids), "every command was begun exactly once"
     await until(lambda: not any(len(daemon.events) for daemon in daemons), what="the acks of all events", within_s=20)

@@ -23,7 +23,7 @@ from bettercompute.transport.memory import MemoryConnection, MemoryServer
 from bettercompute.world import World
 from tests.contract.gateway import seed
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 class Services:

@@ -227,7 +227,7 @@ async def test_a_dispatch_that_waited_for_a_hello_marks_nothing(fleet):
         waiting = asyncio.create_task(delivery.dispatch(fleet, [demand()], lease=seed.LEASE))
         await until_blocked(fleet)
         await hello.query("UPDATE node_sessions SET session_epoch = 8, session_id = 'newer' WHERE node_id = 'node-a'")
-    assert await asyncio.wait_for(waiting, 5) == []
+    assert await asyncio.wait_for(waiting, 30) == []
     assert await seed.state_of(fleet, "c1") == CommandState.PENDING
 
 

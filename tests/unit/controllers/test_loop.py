@@ -53,7 +53,7 @@ async def runs_of(controller: Scripted, *, count: int, loop: ControllerLoop, pok
 
     controller.on_run = note
     task = asyncio.create_task(loop.run())
-    await asyncio.wait_for(reached.wait(), 5)
+    await asyncio.wait_for(reached.wait(), 30)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -101,6 +101,6 @@ async def test_several_controllers_start_and_stop_together():
 
     controllers = Controllers([Scripted(name=n, on_run=noting(event)) for n, event in ran.items()], world=WORLD)
     controllers.start()
-    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in ran.values())), 5)
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in ran.values())), 30)
     controllers.poke("nobody")
-    await asyncio.wait_for(controllers.stop(), 5)
+    await asyncio.wait_for(controllers.stop(), 30)

@@ -137,9 +137,9 @@ async def connect(server: Server, *, anonymous: bool = False, limits: Limits | N
 
 
 async def assert_serves(server: Server) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         connection = await connect(server)
-        assert await connection.unary("/echo", b"hello", timeout_s=5) == b"hello"
+        assert await connection.unary("/echo", b"hello", timeout_s=30) == b"hello"
         connection.close()
         await connection.wait_closed()
 
@@ -156,7 +156,7 @@ async def assert_serves_with(server: Server, condition: Callable[[], bool]) -> N
 
 async def until(condition: Callable[[], bool]) -> None:
     """Give other tasks turns until `condition` holds."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - the server signals nobody of what is awaited
             await asyncio.sleep(0.001)
 
@@ -324,16 +324,17 @@ async def test_a_connection_without_a_call_is_closed(start: Start):
 
 
 async def test_a_connection_whose_calls_have_ended_may_stay_a_while(start: Start):
-    server = await start(limits=Limits(idle_ms=60, ping_interval_ms=20))
+    server = await start(limits=Limits(idle_ms=60, ping_interval_ms=20, pings_unanswered_max=500))
     connection = await connect(server)
-    assert await connection.unary("/echo", b"x", timeout_s=5) == b"x"
+    assert await connection.unary("/echo", b"x", timeout_s=30) == b"x"
     await connection.wait_closed()
     assert connection.end is not None
     assert "no call for" in connection.end.message
 
 
 async def test_pings_keep_an_idle_call_alive_and_last_heard_fresh(start: Start):
-    limits = Limits(idle_ms=40, ping_interval_ms=20, pings_unanswered_max=2)
+    # As many unanswered as a busy machine may take to give both ends a turn.
+    limits = Limits(idle_ms=40, ping_interval_ms=20, pings_unanswered_max=500)
     server = await start(limits=limits)
     connection = await connect(server, limits=limits)
     call = await connection.call("/echo")
@@ -382,7 +383,9 @@ async def test_a_flood_is_told_to_calm_down_while_others_are_served(start: Start
         assert goaway is not None
         assert goaway.error_code == 11
         assert goaway.additional_data is not None
-        assert flood.encode() in goaway.additional_data
+        # Of a stranger's calls that are reset at once the call or the reset spends the last token.
+        billed = [flood, "calls without a certificate"] if flood == "resets" else [flood]
+        assert any(what.encode() in goaway.additional_data for what in billed)
     await until(lambda: server.connection_count == 0)
 
 
