@@ -93,11 +93,11 @@ class DesiredState:
         self.refused = None
 
     async def take(
-        self, desired: messages.DesiredState, *, roots: Sequence[CommandRoot] = ()
+        self, desired: messages.DesiredState, *, roots: Sequence[CommandRoot] = (), now_ms: int = 0
     ) -> messages.SpecRequest | None:
         """Judge a desired state and keep it; `run` brings it about. Return what to ask the gateway for, if anything.
 
-        With `roots` it must be signed under one of them.
+        With `roots` it must be signed under one of them, whose time is not over at `now_ms`.
         """
         try:
             body = messages.DesiredStateBody.FromString(desired.body)
@@ -105,7 +105,7 @@ class DesiredState:
             self._refuse(Verdict.UNREADABLE, 0)
             return None
         try:
-            check_desired_state(desired, body, roots=roots)
+            check_desired_state(desired, body, roots=roots, now_ms=now_ms)
         except Refused as refusal:
             log.warning("a desired state is not what a worker signed", why=refusal.message)
             self._refuse(Verdict.BAD_SIGNATURE, body.generation)

@@ -27,6 +27,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.frames import ProtocolError, decode_message, encode_message
 from bettercompute.protocol.limits import HELLO_NONCE_BYTES
 from bettercompute.protocol.statuses import PUSHBACK_TRAILER, REASON_TRAILER, Reason, Status, parse_pushback
+from bettercompute.session import clock as session_clock
 from bettercompute.session import effects
 from bettercompute.session.authority import Authority
 from bettercompute.session.daemon_side import IDENTITY_REVOKED
@@ -354,7 +355,9 @@ class NodeShell:
     async def _apply_desired(self, desired: messages.DesiredState) -> None:
         held = self._parts.desired
         held.forget_refusal()
-        request = await held.take(desired, roots=self.driver.state.authority.command_roots)
+        state = self.driver.state
+        now_ms = session_clock.session_time(state.clock, now_ms=self._parts.world.clock.monotonic_ms())
+        request = await held.take(desired, roots=state.authority.command_roots, now_ms=now_ms)
         if held.refused is not None:
             self.driver.give(RelayRefused(Relayed.DESIRED_STATE, held.refused[0].value))
         self.spec_changed()

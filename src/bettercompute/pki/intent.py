@@ -66,7 +66,7 @@ def check_command(
     """Refuse a command that no root of the bundle vouches for: BAD_PROOF, or ACCESS_DENIED for the kind alone.
 
     The signature must have been made in the root's time, and its chain be valid at `now_ms`: a command is delivered
-    within days of its making.
+    within days of its making. When it was made is its signer's own word, so a root's end counts by `now_ms`, too.
     """
     if roots:
         _check(
@@ -76,16 +76,17 @@ def check_command(
             subject=body.kind,
             made_at_ms=body.issued_at_ms,
             valid_at_ms=now_ms,
+            now_ms=now_ms,
         )
 
 
 def check_desired_state(
-    desired: messages.DesiredState, body: messages.DesiredStateBody, *, roots: Sequence[CommandRoot]
+    desired: messages.DesiredState, body: messages.DesiredStateBody, *, roots: Sequence[CommandRoot], now_ms: int
 ) -> None:
     """Refuse a desired state that no root of the bundle vouches for.
 
     Its chain must have been valid when it was made, for a spec stands for years and a worker certificate does not. A
-    key that leaked is ended by its root's `not_after_ms` or by its root's leaving the bundle.
+    key that leaked is ended by its root's `not_after_ms`, which counts by `now_ms`, or by its leaving the bundle.
     """
     if roots:
         _check(
@@ -95,6 +96,7 @@ def check_desired_state(
             subject=DESIRED_STATE,
             made_at_ms=body.issued_at_ms,
             valid_at_ms=body.issued_at_ms,
+            now_ms=now_ms,
         )
 
 
@@ -106,6 +108,7 @@ def _check(
     subject: str,
     made_at_ms: int,
     valid_at_ms: int,
+    now_ms: int,
 ) -> None:
     if signature is None:
         raise refuse(Reason.BAD_PROOF, "it is not signed, and this node takes only signed intent")
@@ -127,9 +130,13 @@ def _check(
     if not vouching:
         assert why is not None, "there was a root to fail under"
         raise refuse(Reason.BAD_PROOF, why.message) from why
-    in_time = [root for root in vouching if root.not_before_ms <= made_at_ms and _ends_ms(root) > made_at_ms]
+    latest_ms = max(made_at_ms, now_ms)
+    in_time = [root for root in vouching if root.not_before_ms <= made_at_ms and _ends_ms(root) > latest_ms]
     if not in_time:
-        raise refuse(Reason.BAD_PROOF, f"it was signed at {made_at_ms} ms, outside the time in which its root may sign")
+        raise refuse(
+            Reason.BAD_PROOF,
+            f"it was signed at {made_at_ms} ms and came at {now_ms} ms, outside the time in which its root may sign",
+        )
     if not any(not root.allowed_kinds or subject in root.allowed_kinds for root in in_time):
         raise refuse(Reason.ACCESS_DENIED, f"the root that signed it may not sign {subject}")
 

@@ -102,6 +102,14 @@ def test_a_root_may_be_narrowed_to_kinds():
 def test_a_root_may_be_narrowed_to_a_time():
     window = (replace(ROOTS[0], not_before_ms=NOW_MS, not_after_ms=NOW_MS + 10),)
     check(command(), roots=window)
+    late = "a leaked key could date what it signs back: the end counts by the node's time"
+    assert "outside the time" in refusal(command(), roots=window, now_ms=NOW_MS + 10).message, late
+    spec = messages.DesiredStateBody(node_id="n", generation=1, issued_at_ms=NOW_MS)
+    desired = messages.DesiredState(body=spec.SerializeToString())
+    desired.signature.MergeFromString(SIGNER.sign_desired_state(desired.body))
+    intent.check_desired_state(desired, spec, roots=window, now_ms=NOW_MS + 9)
+    with pytest.raises(Refused, match="outside the time"):
+        intent.check_desired_state(desired, spec, roots=window, now_ms=NOW_MS + 10)
     assert "outside the time" in refusal(command(at_ms=NOW_MS - 1), roots=window).message
     assert "outside the time" in refusal(command(at_ms=NOW_MS + 10), roots=window).message
 
@@ -112,24 +120,28 @@ def test_a_command_needs_a_chain_that_is_valid_now_and_a_spec_one_that_was_when_
     spec = messages.DesiredStateBody(node_id="n", generation=1, issued_at_ms=NOW_MS)
     desired = messages.DesiredState(body=spec.SerializeToString())
     desired.signature.MergeFromString(SIGNER.sign_desired_state(desired.body))
-    intent.check_desired_state(desired, spec, roots=ROOTS)
+    intent.check_desired_state(desired, spec, roots=ROOTS, now_ms=NOW_MS)
     spec.issued_at_ms = late_ms
     late = messages.DesiredState(body=spec.SerializeToString())
     late.signature.MergeFromString(SIGNER.sign_desired_state(late.body))
     with pytest.raises(Refused, match="expired"):
-        intent.check_desired_state(late, spec, roots=ROOTS)
+        intent.check_desired_state(late, spec, roots=ROOTS, now_ms=NOW_MS)
 
 
 def test_a_root_of_few_kinds_signs_specs_only_where_it_says_so():
     spec = messages.DesiredStateBody(node_id="n", generation=1, issued_at_ms=NOW_MS)
     desired = messages.DesiredState(body=spec.SerializeToString())
     with pytest.raises(Refused, match="not signed"):
-        intent.check_desired_state(desired, spec, roots=ROOTS)
-    intent.check_desired_state(desired, spec, roots=())
+        intent.check_desired_state(desired, spec, roots=ROOTS, now_ms=NOW_MS)
+    intent.check_desired_state(desired, spec, roots=(), now_ms=NOW_MS)
     desired.signature.MergeFromString(SIGNER.sign_desired_state(desired.body))
     with pytest.raises(Refused, match="may not sign desired-state"):
-        intent.check_desired_state(desired, spec, roots=(replace(ROOTS[0], allowed_kinds=("node.reboot",)),))
-    intent.check_desired_state(desired, spec, roots=(replace(ROOTS[0], allowed_kinds=(intent.DESIRED_STATE,)),))
+        intent.check_desired_state(
+            desired, spec, roots=(replace(ROOTS[0], allowed_kinds=("node.reboot",)),), now_ms=NOW_MS
+        )
+    intent.check_desired_state(
+        desired, spec, roots=(replace(ROOTS[0], allowed_kinds=(intent.DESIRED_STATE,)),), now_ms=NOW_MS
+    )
 
 
 def test_a_signer_that_no_node_would_believe_is_refused_at_start():
