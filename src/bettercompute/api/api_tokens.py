@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
-from bettercompute.api.auth import TOKEN_PREFIX, Principal, Role, require, token_sha256
+from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context
 from bettercompute.api.shapes import rfc3339
 from bettercompute.api.storable import Body, Id, Text
@@ -64,13 +64,13 @@ async def create(request: ApiTokenRequest, context: Context, caller: Admin) -> N
             check_label(key, value)
     if request.labels and request.role == "admin":
         raise refuse(Reason.BAD_REQUEST, "what an administrator may do is about the whole installation: take operator")
-    token = TOKEN_PREFIX + context.world.ids.random_bytes(SECRET_BYTES).hex()
+    token = api_tokens.TOKEN_PREFIX + context.world.ids.random_bytes(SECRET_BYTES).hex()
     async with context.database.transaction() as transaction:
         made = await api_tokens.create(
             transaction,
             token_id=context.world.ids.uuid7(),
             name=request.name,
-            sha256=token_sha256(token),
+            sha256=api_tokens.sha256_of(token),
             role=request.role,
             created_by=caller.name,
             lifetime_ms=request.ttl_ms,
@@ -85,7 +85,7 @@ async def create(request: ApiTokenRequest, context: Context, caller: Admin) -> N
             target=f"api-token/{request.name}",
             details={"role": request.role, "labels": request.labels},
         )
-    found = await api_tokens.find(context.database, sha256=token_sha256(token))
+    found = await api_tokens.find(context.database, sha256=api_tokens.sha256_of(token))
     assert found is not None, "the transaction committed"
     return NewApiTokenShape(**_shape(found).model_dump(), token=token)
 

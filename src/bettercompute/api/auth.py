@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,7 +13,6 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import api_tokens
 from bettercompute.store.database import Queries
 
-TOKEN_PREFIX = "bct1_"  # noqa: S105 - a prefix, no secret
 TOKEN_CHARACTERS_MAX = 512
 
 
@@ -41,17 +39,12 @@ class Principal:
         return ",".join(f"{key}={value}" for key, value in sorted((self.labels or {}).items()))
 
 
-def token_sha256(token: str) -> bytes:
-    """Return what the database keeps of a token: enough to recognise it, nothing to use it by."""
-    return hashlib.sha256(token.encode()).digest()
-
-
 async def authenticate(queries: Queries, authorization: str) -> Principal:
     """Return whose token an `authorization` header carries. Raises `Refused` when there is none that is good."""
     scheme, _, token = authorization.partition(" ")
     if scheme.lower() != "bearer" or not token or len(token) > TOKEN_CHARACTERS_MAX:
         raise refuse(Reason.UNAUTHENTICATED, "a bearer token is needed")
-    found = await api_tokens.find(queries, sha256=token_sha256(token.strip()))
+    found = await api_tokens.find(queries, sha256=api_tokens.sha256_of(token.strip()))
     if found is None:
         raise refuse(Reason.UNAUTHENTICATED, "this token is not known")
     return Principal(name=found.name, role=Role[found.role.upper()], labels=found.label_scope)

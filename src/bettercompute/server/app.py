@@ -17,9 +17,6 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 import bettercompute
-from bettercompute.api.app import create_app
-from bettercompute.api.context import ApiContext, JoinEndpoint
-from bettercompute.api.finished import FinishedFeed
 from bettercompute.controllers.retention import Keep
 from bettercompute.controllers.worker import Worker
 from bettercompute.errors import Unavailable
@@ -31,12 +28,13 @@ from bettercompute.pki import keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.protocol.statuses import Reason
 from bettercompute.server.config import Config
-from bettercompute.server.examining import make_doctor, serving_end
+from bettercompute.server.examining import serving_end
 from bettercompute.server.health import Check, create_health_app, process_registry
 from bettercompute.server.http import HttpServer, listen
 from bettercompute.server.internal_client import RemoteServices
 from bettercompute.server.internal_server import CONNECTIONS_MAX, CallerProtocol, create_internal_app
 from bettercompute.server.internal_tls import dialer_tls, listener_tls
+from bettercompute.server.joining import Joining
 from bettercompute.server.keys import (
     GATEWAY_FILES,
     SERVING_FILES,
@@ -50,8 +48,6 @@ from bettercompute.server.keys import (
 from bettercompute.services.installation import Installation, publish_trust
 from bettercompute.services.join import JoinService
 from bettercompute.services.keys import KeyRing
-from bettercompute.services.provision import ProvisionService
-from bettercompute.services.rotating import RotationService
 from bettercompute.store import controller_runs, migrations, sessions
 from bettercompute.store.database import GATEWAY_LIMITS, SERVER_LIMITS, Database
 from bettercompute.store.signing import Signing
@@ -84,16 +80,6 @@ class Running:
     operator_token: str | None
     internal_url: str | None = None
     """Where gateways elsewhere reach the join service."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Joining:
-    """JoinService in this process, and what it is made of."""
-
-    database: Database
-    keys: KeyRing
-    installation: Installation
-    service: JoinService
 
 
 def needs_service_keys(roles: frozenset[Role], config: Config) -> bool:
@@ -132,7 +118,18 @@ async def control_plane(config: Config, *, dsn: str, roles: frozenset[Role], wor
         if Role.API in roles:
             assert joining is not None, "the api needs the service keys"
             operator_token = await ensure_operator_token(joining.database, state_dir=config.state_path, world=world)
-            api_url = _start_api(stack, config, joining=joining, dsn=dsn, registry=registry, world=world)
+            # Here, because it doubles what a process loads: gateways start without it.
+            from bettercompute.server.operators_api import start_api
+
+            api_url = start_api(
+                stack,
+                config,
+                joining=joining,
+                dsn=dsn,
+                registry=registry,
+                signing=_signing(config, world=world),
+                world=world,
+            )
             if config.internal.host:
                 internal_url = _start_internal(stack, config, services=joining.service)
         elif config.health.host:
@@ -189,7 +186,7 @@ async def _open_database(stack: contextlib.AsyncExitStack, config: Config, dsn: 
 
 async def _open_joining(
     stack: contextlib.AsyncExitStack, config: Config, *, dsn: str, roles: frozenset[Role], world: World
-) -> _Joining:
+) -> Joining:
     folder = KeyFolder(config.pki_path)
     keys = KeyRing(folder)
     advertised = advertised_url(config, folder, gateway_is_here=Role.GATEWAY in roles)
@@ -202,11 +199,11 @@ async def _open_joining(
     database = await _open_database(stack, config, dsn, world)
     await publish_trust(database, keys=keys.read(), installation=installation, world=world)
     service = JoinService(database, keys=keys, installation=installation, world=world)
-    return _Joining(database=database, keys=keys, installation=installation, service=service)
+    return Joining(database=database, keys=keys, installation=installation, service=service)
 
 
 def _services(
-    stack: contextlib.AsyncExitStack, config: Config, *, joining: _Joining | None, world: World
+    stack: contextlib.AsyncExitStack, config: Config, *, joining: Joining | None, world: World
 ) -> GatewayServices:
     """Return the join service that the gateway here is told of: the one in this process, or a client of another."""
     if not config.gateway.services_url:
@@ -305,46 +302,3 @@ async def _start_gateway(
         async with asyncio.timeout(GATEWAY_READY_S):
             await gateway.until_ready()
     return gateway
-
-
-def _start_api(
-    stack: contextlib.AsyncExitStack,
-    config: Config,
-    *,
-    joining: _Joining,
-    dsn: str,
-    registry: CollectorRegistry,
-    world: World,
-) -> str:
-    keys, installation = joining.keys, joining.installation
-    finished = FinishedFeed(dsn)
-    signing = _signing(config, world=world)
-    context = ApiContext(
-        database=joining.database,
-        world=world,
-        finished=finished,
-        registry=registry,
-        doctor=make_doctor(config, database=joining.database, dsn=dsn, world=world),
-        join_endpoint=JoinEndpoint(
-            gateway_urls=installation.gateway_urls,
-            serving_ca_pins=(keys.read().serving_ca_pin,),
-            join_signing_key=keys.read().join_signing.public_key(),
-            join_encryption_key=keys.read().join_encryption.public_key(),
-        ),
-        provisioner=ProvisionService(joining.database, keys=keys, installation=installation, world=world),
-        trust_domain=config.pki.trust_domain,
-        site=config.pki.site,
-        trust=RotationService(
-            joining.database,
-            keys=keys.read,
-            installation=installation,
-            signing=signing,
-            world=world,
-        ),
-        signing=signing,
-    )
-    server = HttpServer(create_app(context), listener=listen(config.api.host, config.api.port, purpose="api"))
-    finished.start()
-    stack.push_async_callback(finished.stop)
-    stack.push_async_callback(server.stop)
-    return server.url

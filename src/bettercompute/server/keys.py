@@ -7,7 +7,6 @@ from pathlib import Path
 
 import structlog
 
-from bettercompute.api.auth import TOKEN_PREFIX, token_sha256
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, keyfiles
 from bettercompute.pki.certificates import Use
@@ -161,17 +160,17 @@ async def ensure_operator_token(database: Database, *, state_dir: Path, world: W
     kept = disk.read(path)
     if kept is not None:
         token = kept.decode().strip()
-        if await api_tokens.find(database, sha256=token_sha256(token)) is not None:
+        if await api_tokens.find(database, sha256=api_tokens.sha256_of(token)) is not None:
             return token
     if kept is None and await api_tokens.list_all(database):
         return None
-    token = TOKEN_PREFIX + world.ids.random_bytes(24).hex()
+    token = api_tokens.TOKEN_PREFIX + world.ids.random_bytes(24).hex()
     token_id = world.ids.uuid7()
     made = await api_tokens.create(
         database,
         token_id=token_id,
         name=OPERATOR_NAME if kept is None else f"{OPERATOR_NAME}-{token_id}",
-        sha256=token_sha256(token),
+        sha256=api_tokens.sha256_of(token),
         role="admin",
         created_by="serve",
     )

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bettercompute.store import json_columns
 from bettercompute.store.database import Queries, Row
+
+TOKEN_PREFIX = "bct1_"  # noqa: S105 - a prefix, no secret
+
+
+def sha256_of(token: str) -> bytes:
+    """Return what is kept of a token: enough to recognise it, nothing to use it by."""
+    return hashlib.sha256(token.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

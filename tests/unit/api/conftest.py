@@ -10,7 +10,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from prometheus_client import CollectorRegistry
 
 from bettercompute.api.app import create_app
-from bettercompute.api.auth import token_sha256
 from bettercompute.api.context import ApiContext, JoinEndpoint
 from bettercompute.api.finished import FinishedFeed
 from bettercompute.store import api_tokens, nodes
@@ -94,7 +93,7 @@ async def clients(context: ApiContext) -> AsyncIterator[Mapping[str, httpx.Async
                 context.database,
                 token_id=role,
                 name=f"a-{role}",
-                sha256=token_sha256(f"secret-{role}"),
+                sha256=api_tokens.sha256_of(f"secret-{role}"),
                 role=role,
                 created_by="test",
             )
