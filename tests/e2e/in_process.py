@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,11 @@ class Counted:
     kind: str
     result: messages.ProtoMessage
     runs: int = 0
+    on_run: Callable[[], object] = lambda: None
 
     async def run(self, _: HandlerContext) -> bytes:
         self.runs += 1
+        self.on_run()
         return self.result.SerializeToString()
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 from pathlib import Path
 
 import pytest
 
+from bettercompute.cli import approver_keys, approving
 from bettercompute.store.database import Database
-from tests.e2e.in_process import Site, in_process_site
+from tests.e2e.in_process import Node, Site, in_process_site
 
 __all__ = ["in_process_site"]
 
@@ -70,3 +72,27 @@ async def test_a_destructive_command_runs_once_enough_people_have_signed_it(
     refused = await ended(site, command["id"])
     assert (refused["state"], refused["reason"]) == ("failed", "rejected-approval-required")
     assert node.resets.runs == 1
+    await rolls(site, node, list(keys.values()))
+
+
+async def rolls(site: Site, first: Node, keys: list[Path]) -> None:
+    """See a rolling run approved as a whole: its second node is asked when the first has told its end."""
+    second = await site.join("node-2")
+    await site.all_run()
+    asked: list[int] = []
+    second.resets.on_run = lambda: asked.append(first.resets.runs)
+    rolling = ("--all", "--max-concurrency", "1", "--json")
+    run = asyncio.create_task(site.run("run", "gpu.reset", *rolling))
+    while not (waiting := [one for one in await site.ask("get", "/v1/approvals") if one["stepwise"]]):
+        assert not run.done(), run.result()
+    [batch] = waiting
+    for path in keys:
+        with site.api() as client:
+            reviewed = await asyncio.to_thread(approving._reviewed, client, batch)
+        signature = approving._signature(reviewed, approver_keys.read(path))
+        await site.ask("post", f"/v1/approvals/{batch['batch_id']}/signatures", signature)
+    code, printed, told = await run
+    assert code == 0, told
+    assert "approved: the first nodes are asked" in told
+    assert [json.loads(line)["state"] for line in printed.splitlines()] == ["succeeded", "succeeded"]
+    assert (first.resets.runs, second.resets.runs, asked) == (2, 1, [2])

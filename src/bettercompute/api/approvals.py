@@ -52,6 +52,8 @@ class ApprovalShape(BaseModel):
     decided_at: str | None
     decided_by: str | None
     why: str
+    stepwise: bool
+    """Once approved it is sent in steps, as `asked_by` releases them. Nodes do not judge that."""
 
 
 class ScopeShape(BaseModel):
@@ -157,7 +159,10 @@ async def approve(
         if quorum.approvers_who_signed(held.approvers, approval.signatures, signing_input) >= held.approvers.threshold:
             await stored.decide_batch(transaction, batch_id=batch_id, state=stored.APPROVED, decided_by=who)
             released = await stored.release(
-                transaction, batch_id=batch_id, approval=approval.SerializeToString(deterministic=True)
+                transaction,
+                batch_id=batch_id,
+                approval=approval.SerializeToString(deterministic=True),
+                stepwise=batch.stepwise,
             )
         await context.record(
             transaction,
@@ -246,6 +251,7 @@ def _shape(batch: ApprovalBatch, held: StoredSet | None) -> ApprovalShape:
         decided_at=rfc3339(batch.decided_at_ms),
         decided_by=batch.decided_by,
         why=batch.why,
+        stepwise=batch.stepwise,
     )
 
 

@@ -44,6 +44,8 @@ class RunRequest(Body):
     not_after_ms: Annotated[int, Field(ge=1, le=MAX_NOT_AFTER_MS)] = NOT_AFTER_MS
     unbatched: bool = False
     """Of a destructive kind: use the few an hour that the approver set lets pass without its word."""
+    stepwise: bool = False
+    """Of a run that needs approval: once approved, send each command only when `POST /v1/batches/ID/steps` names it."""
 
 
 class Made(BaseModel):
@@ -122,6 +124,7 @@ async def run(
         idempotency_key=idempotency_key,
         batch_id=request.batch_id,
         unbatched=request.unbatched,
+        stepwise=request.stepwise,
     )
     return RunAnswer(**await enqueue(context, wanted))
 

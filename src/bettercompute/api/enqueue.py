@@ -41,6 +41,8 @@ class Wanted:
     batch_id: str | None = None
     unbatched: bool = False
     """Use the few an hour that pass without the approvers' word."""
+    stepwise: bool = False
+    """Once it is approved, have its commands sent as the caller releases them."""
 
 
 async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
@@ -85,9 +87,18 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
             )
             for node_id, seq in zip(node_ids, seqs, strict=True)
         ]
+        if wanted.stepwise:
+            quorums.check_stepwise(kind, approvers=approvers)
         if approvers is not None:
             made, root = quorums.scoped(made)
-            await quorums.open_batch(transaction, made, batch_id=batch_id, root=root, trust_domain=context.trust_domain)
+            await quorums.open_batch(
+                transaction,
+                made,
+                batch_id=batch_id,
+                root=root,
+                trust_domain=context.trust_domain,
+                stepwise=wanted.stepwise,
+            )
         for start in range(0, len(made), INSERT_ROWS):
             await commands.enqueue(transaction, made[start : start + INSERT_ROWS])
         await context.record(
@@ -199,5 +210,6 @@ def _digest(wanted: Wanted) -> bytes:
         wanted.timeout_ms,
         wanted.not_after_in_ms,
         wanted.unbatched,
+        wanted.stepwise,
     ]
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()

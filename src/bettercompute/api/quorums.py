@@ -56,9 +56,15 @@ def scoped(made: Sequence[NewCommand]) -> tuple[list[NewCommand], bytes]:
 
 
 async def open_batch(
-    transaction: Transaction, made: Sequence[NewCommand], *, batch_id: str, root: bytes, trust_domain: str
+    transaction: Transaction,
+    made: Sequence[NewCommand],
+    *,
+    batch_id: str,
+    root: bytes,
+    trust_domain: str,
+    stepwise: bool,
 ) -> None:
-    """Record that these commands wait for approvals."""
+    """Record that these commands wait for approvals; with `stepwise` for their release by who asks, after that."""
     first = made[0]
     await stored_approvers.insert_batch(
         transaction,
@@ -69,7 +75,17 @@ async def open_batch(
         not_after_ms=first.not_after_ms,
         trust_domain=trust_domain,
         asked_by=first.created_by,
+        stepwise=stepwise,
     )
+
+
+def check_stepwise(kind: CommandKind, *, approvers: ApproverSet | None) -> None:
+    """Refuse to hold commands back for steps where nobody's approval binds them together."""
+    if approvers is None:
+        raise refuse(
+            Reason.CONFLICT,
+            f"a run of {kind.name} needs no approval, and `stepwise` is for runs that do: begin a batch and add to it",
+        )
 
 
 async def refuse_adding(queries: Queries, *, batch_id: str, approvers: ApproverSet | None) -> None:
@@ -77,6 +93,6 @@ async def refuse_adding(queries: Queries, *, batch_id: str, approvers: ApproverS
     if approvers is not None or await stored_approvers.batch(queries, batch_id=batch_id) is not None:
         raise refuse(
             Reason.CONFLICT,
-            f"batch {batch_id} is approved as a whole and takes no further commands: run the kind on all its nodes at "
-            "once, without --max-concurrency",
+            f"batch {batch_id} is approved as a whole and takes no further commands: name all nodes at its beginning, "
+            "with `stepwise` to have them asked a few at a time",
         )

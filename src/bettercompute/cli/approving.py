@@ -134,6 +134,8 @@ def _print_review(review: Review, offered: dict[str, Any]) -> None:
     output.note(f"  begins     until {_moment(approval.not_after_ms)}, nothing of it after that")
     output.note(f"  may run    {format_age(review.timeout_ms)} on each node")
     given = ", ".join(offered["approved_by"]) or "nobody yet"
+    if offered["stepwise"]:
+        output.note(f"  sent       in steps, as {offered['asked_by']} leads them; nodes do not judge that")
     output.note(f"  approved   by {given}; it takes {offered['approvals_required']}")
     output.note(f"  scope root {approval.scope_root.hex()}")
 

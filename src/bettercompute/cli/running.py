@@ -1,18 +1,16 @@
 """`better-compute run`: have something done on nodes, all at once or a few at a time, and wait for every end.
 
 A rolling run is driven from here, not by the control plane: it goes on only while somebody looks at it, and Ctrl-C is
-its brake. The nodes are chosen once, at its beginning; each step adds commands to the one batch of the run.
+its brake. The nodes are chosen once, at its beginning; `rolling` takes the steps.
 """
 
 from __future__ import annotations
 
 import json as json_module
-import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
@@ -21,54 +19,16 @@ from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.cli.durations import parse_duration_ms
 from bettercompute.cli.live import LiveOutput, Progress
 from bettercompute.cli.options import Api, Json
-from bettercompute.errors import Unavailable
-from bettercompute.system import system_world
+from bettercompute.cli.rolling import RESTART_S, STOP_S, Rolling, Run, patiently, share_of, stop_rest, take_step
 
 PAYLOAD_BYTES_MAX = 1 << 20
 # How long one request lets the API wait for news; with live output, how old that may be.
 WAIT_MS = 10_000
 LIVE_WAIT_MS = 500
-# After a deadline passed, what a node may still take to tell its end.
-GRACE_S = 15.0
-# A restarting API is back within this, or the wait ends; the commands go on without it.
-RESTART_S = 120.0
-RETRY_S_MIN = 0.25
-RETRY_S_MAX = 5.0
+# While people are to approve the run, how often it is asked whether they have.
+APPROVAL_WAIT_MS = 2_000
 NAMED_MAX = 10
 TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
-
-_SHARE = re.compile(r"(\d{1,6})(%?)", re.ASCII)
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rolling:
-    """How a run proceeds: so many nodes at once, and none any more when more than `failures_max` have failed."""
-
-    at_once: int
-    failures_max: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    """A run as far as it has come."""
-
-    kind: str
-    batch_id: str = ""
-    waiting: dict[str, str] = field(default_factory=dict)
-    """The node of each command that has not ended."""
-    size: int = 0
-    failed: int = 0
-    cursor: str | None = None
-    gives_up_at: float = 0.0
-    not_asked: list[str] = field(default_factory=list)
-
-    def add(self, made: dict[str, Any]) -> None:
-        self.batch_id = made["batch_id"]
-        self.waiting |= {command["id"]: command["node_id"] for command in made["commands"]}
-        self.size += len(made["commands"])
-        self.gives_up_at = time.monotonic() + made["gives_up_after_ms"] / 1000 + GRACE_S
 
 
 def run(
@@ -123,18 +83,14 @@ def run(
     nodes: list[str] = []
     if max_concurrency is not None:
         preview = output.run(lambda: client.post("/v1/commands/preview", body))
-        if preview["approvals_required"]:
-            output.fail(
-                f"APPROVAL_REQUIRED: {preview['approvals_required']} approvers must sign a run of {kind}, and "
-                "they sign it as a whole: run it without --max-concurrency",
-                code=output.EXIT_USAGE,
-            )
         nodes = [item["node_id"] for item in preview["nodes"]]
         rolling = Rolling(
             at_once=max(1, share_of(max_concurrency, len(nodes), option="--max-concurrency")),
             failures_max=share_of(max_failures or "0", len(nodes), option="--max-failures"),
         )
         body = {name: value for name, value in body.items() if name not in {"all", "selector", "nodes"}}
+        if preview["approvals_required"]:
+            body["stepwise"] = True
     _run_and_tell(client, body, nodes=nodes, rolling=rolling, not_after=not_after, detach=detach, json=json)
 
 
@@ -148,8 +104,13 @@ def _run_and_tell(
     detach: bool,
     json: bool,
 ) -> None:
-    state = _Run(kind=body["kind"], not_asked=list(nodes))
-    if rolling is None:
+    state = Run(kind=body["kind"], not_asked=list(nodes))
+    if body.get("stepwise"):
+        # Approvers sign a whole: all its commands are made now, and released step by step.
+        made = output.run(lambda: client.post("/v1/commands", body | {"nodes": nodes}))
+        state.hold(made)
+        output.note(_approval_sentence(made, not_after=not_after))
+    elif rolling is None:
         made = output.run(lambda: client.post("/v1/commands", body))
         state.add(made)
         if made["approvals_required"]:
@@ -164,11 +125,15 @@ def _run_and_tell(
     except typer.Exit:
         # Whatever ended the wait, the commands go on, and there is a way back to them.
         if state.batch_id:
+            rest = stop_rest(client, state, within_s=STOP_S)
             output.note(
                 f"stopped waiting; the commands go on: better-compute commands list --batch {state.batch_id}"
                 + (f"; {len(state.not_asked)} nodes were not asked" if state.not_asked else "")
+                + (f"; {rest}" if rest else "")
             )
         raise
+    unasked = {state.held[node] for node in state.not_asked if node in state.held}
+    commands = [command for command in commands if command["id"] not in unasked]
     if json:
         for command in commands:
             output.print_json(command)
@@ -179,37 +144,35 @@ def _run_and_tell(
             f"{state.failed} failed and {len(state.waiting)} did not answer: {len(state.not_asked)} nodes were not "
             f"asked: {_some(state.not_asked)}"
         )
+        rest = stop_rest(client, state)
+        if rest:
+            output.note(rest)
     if state.not_asked or any(command["state"] != "succeeded" for command in commands):
         raise typer.Exit(output.EXIT_FAILED)
 
 
-def share_of(text: str, total: int, *, option: str) -> int:
-    """Return `N` as it is, and `P%` of `total`, rounded down."""
-    found = _SHARE.fullmatch(text.strip())
-    if found is None or (found[2] and int(found[1]) > 100):
-        output.fail(f"{option} {text!r}: write a number, as 10, or a share, as 25%", code=output.EXIT_USAGE)
-    return int(found[1]) * total // 100 if found[2] else int(found[1])
-
-
 def wait_for_batch(client: ApiClient, made: dict[str, Any], *, quiet: bool) -> list[dict[str, Any]]:
     """Return each command as it ended, or as it stands when its deadlines have passed and the node did not answer."""
-    state = _Run(kind=made["kind"])
+    state = Run(kind=made["kind"])
     state.add(made)
     return _proceed(client, {}, state, rolling=None, quiet=quiet)
 
 
 def _proceed(
-    client: ApiClient, body: dict[str, Any], state: _Run, *, rolling: Rolling | None, quiet: bool
+    client: ApiClient, body: dict[str, Any], state: Run, *, rolling: Rolling | None, quiet: bool
 ) -> list[dict[str, Any]]:
     live = None if quiet else LiveOutput(client)
-    with Progress(state.size + len(state.not_asked), kind=state.kind, quiet=quiet) as progress:
+    total = state.size if state.held else state.size + len(state.not_asked)
+    with Progress(total, kind=state.kind, quiet=quiet) as progress:
         while True:
             if rolling is not None:
-                _take_step(client, body, state, rolling)
+                take_step(client, body, state, rolling)
             left_s = state.gives_up_at - time.monotonic()
-            if not state.waiting or left_s <= 0:
+            unapproved = state.approval == "waiting" and bool(state.not_asked)
+            if not (state.waiting or unapproved) or left_s <= 0:
                 break
-            wait_ms = max(0, min(LIVE_WAIT_MS if live is not None else WAIT_MS, int(left_s * 1000)))
+            often_ms = APPROVAL_WAIT_MS if unapproved else LIVE_WAIT_MS if live is not None else WAIT_MS
+            wait_ms = max(0, min(often_ms, int(left_s * 1000)))
             path = path_of("batches", state.batch_id)
             batch = patiently(
                 lambda path=path, wait_ms=wait_ms: client.get(  # type: ignore[misc]
@@ -221,7 +184,11 @@ def _proceed(
             if live is not None:
                 live.show(state.batch_id, state.waiting)
             for command in batch["items"]:
-                if command["id"] in state.waiting and command["state"] in TERMINAL:
+                if command["state"] not in TERMINAL:
+                    continue
+                if state.drop_held(command):
+                    progress(command["node_id"], command["state"])
+                elif command["id"] in state.waiting:
                     if live is not None:
                         live.end(command["id"])
                     state.failed += command["state"] != "succeeded"
@@ -229,35 +196,6 @@ def _proceed(
     return patiently(
         lambda: list(client.pages("/v1/commands", batch_id=state.batch_id)), until=time.monotonic() + RESTART_S
     )
-
-
-def _take_step(client: ApiClient, body: dict[str, Any], state: _Run, rolling: Rolling) -> None:
-    """Ask as many further nodes as there is room for, unless too many have failed."""
-    room = rolling.at_once - len(state.waiting)
-    if room <= 0 or not state.not_asked or state.failed > rolling.failures_max:
-        return
-    nodes = state.not_asked[:room]
-    step = body | {"nodes": nodes} | ({"batch_id": state.batch_id} if state.batch_id else {})
-    # Asked again under the same key, so that an answer that was lost does not run anything twice.
-    key = system_world().ids.uuid7()
-    state.add(
-        patiently(lambda: client.post("/v1/commands", step, idempotency_key=key), until=time.monotonic() + RESTART_S)
-    )
-    state.not_asked = state.not_asked[len(nodes) :]
-
-
-def patiently(action: Callable[[], T], *, until: float) -> T:
-    """Return what `action` returns, asking again, ever more slowly, while the API is away as for a restart."""
-    gives_up_at = min(until, time.monotonic() + RESTART_S)
-    retry_s = RETRY_S_MIN
-    while True:
-        try:
-            return action()
-        except Unavailable:
-            if time.monotonic() + retry_s > gives_up_at:
-                raise
-        time.sleep(retry_s)
-        retry_s = min(2 * retry_s, RETRY_S_MAX)
 
 
 def _some(node_ids: Sequence[str]) -> str:

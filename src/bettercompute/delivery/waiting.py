@@ -96,6 +96,8 @@ class WaitingFacts:
     """Pending commands of the same lane with an earlier place."""
     approval: Approvals | None = None
     """None: nobody has to approve it, or enough have."""
+    led_by: str | None = None
+    """Who releases it: it is of an approved run in steps, and its step has not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,8 @@ def _not_before(facts: WaitingFacts) -> str | None:
     left_ms = (facts.not_before_ms or 0) - facts.now_ms
     if left_ms <= 0 or facts.busy_count or facts.approval is not None:
         return None
+    if facts.led_by is not None:
+        return f"it is approved, and waits for its step of the rolling run that {facts.led_by} leads"
     return f"it is not to be sent before {left_ms} ms from now"
 
 

@@ -13,6 +13,7 @@ from bettercompute.store.database import Queries, Row, Transaction
 
 SETS_SHOWN_MAX = 50
 BATCHES_SHOWN_MAX = 500
+STRANGERS_NAMED_MAX = 5
 
 PROPOSED = "proposed"
 CURRENT = "current"
@@ -58,6 +59,8 @@ class ApprovalBatch:
     decided_at_ms: int | None
     decided_by: str | None
     why: str
+    stepwise: bool
+    """Its commands are sent in steps, as its maker releases them."""
     now_ms: int
 
     @property
@@ -142,6 +145,7 @@ async def insert_batch(
     not_after_ms: int,
     trust_domain: str,
     asked_by: str,
+    stepwise: bool = False,
 ) -> None:
     """Record that a batch waits for approvals."""
     await transaction.execute(
@@ -153,6 +157,7 @@ async def insert_batch(
         not_after_ms=not_after_ms,
         trust_domain=trust_domain,
         asked_by=asked_by,
+        stepwise=stepwise,
     )
 
 
@@ -183,11 +188,35 @@ async def decide_batch(transaction: Transaction, *, batch_id: str, state: str, d
     await transaction.execute("approvers.decide_batch", batch_id=batch_id, state=state, decided_by=decided_by, why=why)
 
 
-async def release(transaction: Transaction, *, batch_id: str, approval: bytes) -> int:
-    """Let the pending commands of an approved batch be sent, each with its approval; return how many there are."""
-    rows = await transaction.fetch("approvers.release", batch_id=batch_id, batch_approval=approval)
+async def release(transaction: Transaction, *, batch_id: str, approval: bytes, stepwise: bool) -> int:
+    """Give the pending commands of an approved batch their approval, and let them be sent unless that is for a later
+    step; return how many may be sent.
+    """
+    rows = await transaction.fetch("approvers.release", batch_id=batch_id, batch_approval=approval, stepwise=stepwise)
+    if stepwise:
+        return 0
     await poke_dispatch(transaction, node_ids=[row["node_id"] for row in rows])
     return len(rows)
+
+
+async def release_step(transaction: Transaction, *, batch_id: str, command_ids: Sequence[str]) -> int:
+    """Let these commands of an approved batch be sent; return how many could not before."""
+    rows = await transaction.fetch("approvers.release_step", batch_id=batch_id, command_ids=list(command_ids))
+    await poke_dispatch(transaction, node_ids=[row["node_id"] for row in rows])
+    return len(rows)
+
+
+async def not_of_batch(queries: Queries, *, batch_id: str, command_ids: Sequence[str]) -> list[str]:
+    """Return the first of those commands that are none of the batch's."""
+    rows = await queries.fetch(
+        "approvers.not_of_batch", batch_id=batch_id, command_ids=list(command_ids), named_max=STRANGERS_NAMED_MAX
+    )
+    return [row["command_id"] for row in rows]
+
+
+async def held_of(queries: Queries, *, batch_id: str) -> list[str]:
+    """Return the commands of a batch that were not released yet."""
+    return [row["command_id"] for row in await queries.fetch("approvers.held_commands", batch_id=batch_id)]
 
 
 async def pending_of(queries: Queries, *, batch_id: str) -> list[str]:

@@ -199,6 +199,62 @@ async def test_a_refused_batch_ends(api: httpx.AsyncClient) -> None:
     assert (await sign_batch(api, ALICE, made["batch_id"])).status_code == 409
 
 
+async def step(api: httpx.AsyncClient, batch_id: str, *command_ids: str) -> dict[str, Any]:
+    answer = await api.post(f"/v1/batches/{batch_id}/steps", json={"commands": command_ids})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def test_a_run_in_steps_is_approved_as_a_whole_and_sent_as_its_maker_says(
+    api: httpx.AsyncClient, clients: Mapping[str, httpx.AsyncClient], context: ApiContext
+) -> None:
+    await found(api, ALICE, BOB)
+    made = (await api.post("/v1/commands", json=REBOOT | {"stepwise": True})).json()
+    batch_id, (first, second) = made["batch_id"], (command["id"] for command in made["commands"])
+    assert await step(api, batch_id, first) == {"batch_id": batch_id, "state": "waiting", "released": 0}
+    await sign_batch(api, ALICE, batch_id)
+    approved = (await sign_batch(api, BOB, batch_id)).json()
+    assert (approved["state"], approved["stepwise"]) == ("approved", True)
+    [why] = (await api.get(f"/v1/commands/{first}/why")).json()["reasons"][-1:]
+    assert (
+        why["sentence"] == f"it is approved, and waits for its step of the rolling run that {made_by(approved)} leads"
+    )
+    assert [(await step(api, batch_id, first))["released"] for _ in range(2)] == [1, 0]
+    commands = {
+        one["id"]: one for one in (await api.get("/v1/commands", params={"batch_id": batch_id})).json()["items"]
+    }
+    assert commands[first]["not_before"] is None
+    assert commands[second]["not_before"] == commands[second]["not_after"]
+    other = await clients["operator"].post(f"/v1/batches/{batch_id}/steps", json={"commands": [second]})
+    assert (other.status_code, "only its maker" in other.text) == (409, True)
+    strange = await api.post(f"/v1/batches/{batch_id}/steps", json={"commands": [second, "c-9"]})
+    assert (strange.status_code, "has no command c-9" in strange.text) == (404, True)
+    assert (await api.post(f"/v1/batches/{batch_id}/stop")).json() == {"batch_id": batch_id, "cancelled": 1}
+    assert (await step(api, batch_id, second))["released"] == 0
+    states = [(await api.get(f"/v1/commands/{one}")).json()["state"] for one in (first, second)]
+    assert states == ["pending", "cancelled"]
+    acts = [entry.action for entry in await audit.list_page(context.database, page_size=10)]
+    assert acts[:5] == ["batch.stop", "batch.step", "batch.approve", "batch.approve", "command.run"]
+
+
+def made_by(approval: dict[str, Any]) -> str:
+    return str(approval["asked_by"])
+
+
+async def test_a_run_in_steps_that_is_stopped_before_it_is_approved_ends(api: httpx.AsyncClient) -> None:
+    await found(api, ALICE, BOB)
+    batch_id = (await api.post("/v1/commands", json=REBOOT | {"stepwise": True})).json()["batch_id"]
+    assert (await api.post(f"/v1/batches/{batch_id}/stop")).json()["cancelled"] == 2
+    assert (await api.get(f"/v1/approvals/{batch_id}")).json()["state"] == "refused"
+
+
+async def test_only_what_must_be_approved_is_held_back_for_steps(api: httpx.AsyncClient) -> None:
+    refused = await api.post("/v1/commands", json=REBOOT | {"stepwise": True})
+    assert (refused.status_code, "needs no approval" in refused.text) == (409, True)
+    batch_id = (await api.post("/v1/commands", json=REBOOT)).json()["batch_id"]
+    assert (await api.post(f"/v1/batches/{batch_id}/stop")).status_code == 404
+
+
 async def test_what_nobody_approves_expires(api: httpx.AsyncClient, context: ApiContext) -> None:
     await found(api, ALICE, BOB)
     made = (await api.post("/v1/commands", json=REBOOT)).json()

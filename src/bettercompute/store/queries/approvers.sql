@@ -38,14 +38,14 @@ UPDATE approver_sets SET state = :state, decided_at = compute_now() WHERE epoch 
 
 -- name: approvers.insert_batch
 -- other: in the transaction that enqueues its commands
-INSERT INTO approval_batches (batch_id, kind, scope_root, scope_size, not_after, trust_domain, asked_by)
-VALUES (:batch_id, :kind, :scope_root, :scope_size, at_ms(:not_after_ms::bigint), :trust_domain, :asked_by);
+INSERT INTO approval_batches (batch_id, kind, scope_root, scope_size, not_after, trust_domain, asked_by, stepwise)
+VALUES (:batch_id, :kind, :scope_root, :scope_size, at_ms(:not_after_ms::bigint), :trust_domain, :asked_by, :stepwise);
 
 -- name: approvers.batch
 -- other: read
 SELECT batch_id, kind, scope_root, scope_size, to_ms(not_after) AS not_after_ms, trust_domain, state, asked_by,
        to_ms(asked_at) AS asked_at_ms, signatures, to_ms(decided_at) AS decided_at_ms, decided_by, why,
-       to_ms(compute_now()) AS now_ms
+       stepwise, to_ms(compute_now()) AS now_ms
   FROM approval_batches WHERE batch_id = :batch_id;
 
 -- name: approvers.lock_batch
@@ -56,7 +56,7 @@ SELECT batch_id FROM approval_batches WHERE batch_id = :batch_id FOR UPDATE;
 -- other: read by people; what waits for approvals and has not expired, the soonest to expire first
 SELECT batch_id, kind, scope_root, scope_size, to_ms(not_after) AS not_after_ms, trust_domain, state, asked_by,
        to_ms(asked_at) AS asked_at_ms, signatures, to_ms(decided_at) AS decided_at_ms, decided_by, why,
-       to_ms(compute_now()) AS now_ms
+       stepwise, to_ms(compute_now()) AS now_ms
   FROM approval_batches WHERE state = 'waiting' AND not_after > compute_now()
  ORDER BY not_after LIMIT :batches_max;
 
@@ -70,12 +70,32 @@ UPDATE approval_batches SET state = :state, decided_at = compute_now(), decided_
  WHERE batch_id = :batch_id;
 
 -- name: approvers.release
--- other: an approved batch's commands may be sent from now on
+-- other: an approved batch's commands may be sent from now on; those of a run in steps wait for theirs
 WITH locked AS MATERIALIZED (
   SELECT c.id FROM commands c WHERE c.batch_id = :batch_id AND c.state = 1 ORDER BY c.id FOR NO KEY UPDATE OF c)
-UPDATE commands c SET batch_approval = :batch_approval, not_before = NULL
+UPDATE commands c SET batch_approval = :batch_approval,
+       not_before = CASE WHEN :stepwise::boolean THEN c.not_before END
   FROM locked WHERE c.id = locked.id
 RETURNING c.node_id;
+
+-- name: approvers.release_step
+-- other: the next commands of an approved run in steps may be sent; asked again, those that were are left as they are
+WITH locked AS MATERIALIZED (
+  SELECT c.id FROM commands c
+   WHERE c.batch_id = :batch_id AND c.id = ANY (:command_ids::text[]) AND c.state = 1 AND c.not_before = c.not_after
+   ORDER BY c.id FOR NO KEY UPDATE OF c)
+UPDATE commands c SET not_before = NULL FROM locked WHERE c.id = locked.id
+RETURNING c.node_id;
+
+-- name: approvers.not_of_batch
+-- other: what a step names and the batch has not
+SELECT asked.id AS command_id FROM unnest(:command_ids::text[]) AS asked (id)
+ WHERE NOT EXISTS (SELECT FROM commands c WHERE c.id = asked.id AND c.batch_id = :batch_id)
+ ORDER BY asked.id LIMIT :named_max;
+
+-- name: approvers.held_commands
+-- other: a run in steps is stopped: what of it was not released ends
+SELECT id AS command_id FROM commands WHERE batch_id = :batch_id AND state = 1 AND not_before = not_after ORDER BY id;
 
 -- name: approvers.open_commands
 -- other: an operator refuses a batch: what of it is pending ends

@@ -19,7 +19,9 @@ SELECT c.id AS command_id, c.kind, c.lane::int AS lane, c.state::int AS state, c
   (SELECT count(*) FROM (
      SELECT FROM commands b WHERE b.node_id = c.node_id AND b.lane = c.lane AND b.state = 1 AND b.seq < c.seq
      LIMIT :ahead_max) before) AS ahead,
-  (SELECT a.batch_id FROM approval_batches a WHERE a.batch_id = c.batch_id AND a.state = 'waiting') AS approval_batch_id
+  (SELECT a.batch_id FROM approval_batches a WHERE a.batch_id = c.batch_id AND a.state = 'waiting') AS approval_batch_id,
+  (SELECT a.asked_by FROM approval_batches a
+    WHERE a.batch_id = c.batch_id AND a.state = 'approved' AND a.stepwise AND c.not_before = c.not_after) AS led_by
 FROM commands c
 LEFT JOIN nodes n ON n.node_id = c.node_id
 LEFT JOIN node_sessions s ON s.node_id = c.node_id
