@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping
 
-from bettercompute.world import World
+from bettercompute.world import Onward, World
 
 
 class SystemClock:
@@ -16,13 +16,16 @@ class SystemClock:
 
     _boottime = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
+    def __init__(self) -> None:
+        self._onward = Onward()
+
     def now_ms(self) -> int:
         """Return the wall clock in Unix milliseconds."""
         return time.time_ns() // 1_000_000
 
     def monotonic_ms(self) -> int:
         """Return milliseconds since boot, suspended time included."""
-        return time.clock_gettime_ns(self._boottime) // 1_000_000
+        return self._onward.read(time.clock_gettime_ns(self._boottime) // 1_000_000)
 
 
 class SystemDice:

@@ -22,6 +22,32 @@ class Clock(Protocol):
         ...
 
 
+STEP_BACK_MS = 1_000
+"""By how much a clock must step back to count as stepped: less is two threads that read it at once."""
+
+
+class Onward:
+    """Keeps a monotonic clock from stepping back: what is read goes on from the last value.
+
+    The kernel promises that its own does not; a process that was checkpointed goes on under another kernel's. What
+    passed between the last look and the step is lost, or a lease would be believed for as long as the step was.
+    """
+
+    def __init__(self) -> None:
+        self._last_ms = 0
+        self._added_ms = 0
+
+    def read(self, raw_ms: int) -> int:
+        """Return the time to go by, where the clock itself says `raw_ms`."""
+        now_ms = raw_ms + self._added_ms
+        if now_ms >= self._last_ms:
+            self._last_ms = now_ms
+            return now_ms
+        if self._last_ms - now_ms >= STEP_BACK_MS:
+            self._added_ms = self._last_ms - raw_ms  # and no sum: another thread may see the same step
+        return self._last_ms
+
+
 class Dice(Protocol):
     """Jitter. Not for secrets."""
 

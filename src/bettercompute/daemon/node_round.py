@@ -297,7 +297,6 @@ class NodeRound:
             held,
             authority=self._authority(),
             now_ms=self._parts.world.clock.monotonic_ms(),
-            wall_ms=self._parts.world.clock.now_ms(),
         )
 
     def _authority(self) -> Authority:

@@ -4,9 +4,9 @@
 time; the anchor moves only when the host's own clock agrees with the server within an hour, at Join, or by an
 operator's reset. *Session* time is this Welcome's. The stored mark rises with session time but never passes confirmed
 time + 1 h in total; a Welcome further ahead is obeyed for its session only. So one lie about the future locks out
-nobody, and one about the past brings no expired command back. Time that only the monotonic clock says has passed is
-taken back, or a leap of it would enter the mark and lock out every honest gateway. See docs/sessions.md, "Clocks";
-decisions 0110 and 0155.
+nobody, and one about the past brings no expired command back. Time in which this process did not look at its clock
+counts for nothing: a leap of the clock would enter the mark and lock out every honest gateway, and nothing on the host
+tells a leap from a suspend. See docs/sessions.md, "Clocks"; decisions 0110 and 0167.
 """
 
 from __future__ import annotations
@@ -19,18 +19,10 @@ AHEAD_ALLOWED_MS = 3_600_000
 AGREEMENT_MS = 3_600_000
 LEAF_SLACK_MS = 5 * 60_000
 STORE_EVERY_MS = 60_000
-LEAP_ALLOWED_MS = 60_000
-"""By how much the monotonic clock may run ahead of the wall's between two looks: an adjustment, not a leap. Several of
-these fit into what a Welcome may lie before the mark."""
+UNSEEN_MAX_MS = 60_000
+"""How long a daemon may be without a look at its clock: it looks at each input, and ticks every five seconds. A leap of
+less passes for time; several of these fit into what a Welcome may lie before the mark."""
 LOOK_EVERY_MS = 1_000
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """What the host's two clocks said at one moment."""
-
-    monotonic_ms: int
-    wall_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +41,8 @@ class Clock:
     """This session's time is too far ahead to be believed beyond it: condition `ClockUnconfirmed`."""
     stored_at_ms: int | None = None
     """When the mark was last written."""
-    look: Look | None = None
-    """When both clocks of the host were last read; None: not in this process."""
+    looked_at_ms: int | None = None
+    """When this process last looked at the monotonic clock; None: not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +53,27 @@ class TimeRefused:
     message: str
 
 
-def restored(*, mark_ms: int, confirmed_ms: int | None, now_ms: int, wall_ms: int | None = None) -> Clock:
-    """Return the clock at process start: the time that passed meanwhile is unknown and counts 0.
+def restored(*, mark_ms: int, confirmed_ms: int | None, now_ms: int) -> Clock:
+    """Return the clock at process start: the time that passed meanwhile is unknown and counts 0."""
+    return Clock(mark_ms=mark_ms, confirmed_ms=confirmed_ms, confirmed_at_ms=now_ms, looked_at_ms=now_ms)
 
-    `wall_ms` None: a leap before the first look stays unseen.
+
+def looked(clock: Clock, *, now_ms: int) -> tuple[Clock, int]:
+    """Return the clock after a look at it, and how much passed before it that this process cannot vouch for, or 0.
+
+    Such a time is as unknown as that of a restart: it counts 0, and the time that a Welcome told before it is over. A
+    suspend, a SIGSTOP and a leap look alike from here, also on the wall's clock, which the kernel keeps by the same
+    source. To count too little costs a host without a battery a `ClockUnconfirmed`; to count too much would cost it
+    every honest gateway.
     """
-    look = None if wall_ms is None else Look(now_ms, wall_ms)
-    return Clock(mark_ms=mark_ms, confirmed_ms=confirmed_ms, confirmed_at_ms=now_ms, look=look)
-
-
-def looked(clock: Clock, *, wall_ms: int, now_ms: int) -> Clock:
-    """Return the clock after both of the host's were read: what only the monotonic one says has passed is taken back.
-
-    Which of the two is wrong cannot be told. To count too little costs a host without a battery a `ClockUnconfirmed`,
-    as after a restart; to count too much would cost it every honest gateway.
-    """
-    last = clock.look
-    if last is not None and 0 <= now_ms - last.monotonic_ms < LOOK_EVERY_MS:
-        return clock
-    clock = replace(clock, look=Look(now_ms, wall_ms))
-    if last is None:
-        return clock
-    leapt_ms = (now_ms - last.monotonic_ms) - max(0, wall_ms - last.wall_ms)
-    if leapt_ms <= LEAP_ALLOWED_MS:
-        return clock
-    return replace(
-        clock, confirmed_at_ms=clock.confirmed_at_ms + leapt_ms, session_at_ms=clock.session_at_ms + leapt_ms
-    )
+    unseen_ms = 0 if clock.looked_at_ms is None else now_ms - clock.looked_at_ms
+    if clock.looked_at_ms is not None and 0 <= unseen_ms < LOOK_EVERY_MS:
+        return clock, 0
+    clock = replace(clock, looked_at_ms=now_ms)
+    if unseen_ms <= UNSEEN_MAX_MS:
+        return clock, 0
+    counted_at_ms = clock.confirmed_at_ms + unseen_ms
+    return replace(clock, confirmed_at_ms=counted_at_ms, session_ms=None, unconfirmed=False), unseen_ms
 
 
 def joined(clock: Clock, *, server_time_ms: int, now_ms: int) -> Clock:

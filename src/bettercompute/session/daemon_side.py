@@ -59,7 +59,6 @@ def start(
     *,
     authority: Authority = ANYBODY,
     now_ms: int,
-    wall_ms: int | None = None,
 ) -> Outcome:
     """Return the state at process start, after what the previous process left running has been ended, and what to
     write.
@@ -69,9 +68,7 @@ def start(
     state = DaemonSession(
         facts=facts,
         advertised=advertised,
-        clock=clock.restored(
-            mark_ms=journal.mark_ms, confirmed_ms=journal.confirmed_ms, now_ms=now_ms, wall_ms=wall_ms
-        ),
+        clock=clock.restored(mark_ms=journal.mark_ms, confirmed_ms=journal.confirmed_ms, now_ms=now_ms),
         authority=authority,
         unbatched=(journal.unbatched or Unbatched(facts.boot_id)).after_boot(facts.boot_id),
         journal_id=journal.journal_id,
@@ -118,16 +115,22 @@ _ENDS_AT_START = {
 
 
 def step(state: DaemonSession, given: inputs.DaemonInput, now_ms: int) -> Outcome:
-    """Return the state and the effects that follow from one input."""
+    """Return the state and the effects that follow from one input, and from the time that has passed before it."""
+    state, ending = _looked(state, now_ms=now_ms)
+    state, done = _taken(state, given, now_ms=now_ms)
+    return state, (*ending, *done) if ending else done
+
+
+def _taken(state: DaemonSession, given: inputs.DaemonInput, *, now_ms: int) -> Outcome:
     match given:
         case inputs.ServerFrameReceived():
-            return _frame_received(_looked(state, wall_ms=given.wall_ms, now_ms=now_ms), given, now_ms=now_ms)
+            return _frame_received(state, given, now_ms=now_ms)
         case inputs.Dialed():
             return _dialed(state, given, now_ms=now_ms)
         case inputs.StreamEnded():
             return _stream_ended(state, given)
         case inputs.DaemonTick():
-            return daemon_beats.ticked(_looked(state, wall_ms=given.wall_ms, now_ms=now_ms), given, now_ms=now_ms)
+            return daemon_beats.ticked(state, given, now_ms=now_ms)
         case inputs.HandlerProgressed():
             return daemon_commands.progressed(state, given, now_ms=now_ms)
         case inputs.HandlerFinished():
@@ -149,10 +152,21 @@ def step(state: DaemonSession, given: inputs.DaemonInput, now_ms: int) -> Outcom
             return _held(state, given)
 
 
-def _looked(state: DaemonSession, *, wall_ms: int, now_ms: int) -> DaemonSession:
-    """Compare the host's clocks before anything is judged by them."""
-    seen = clock.looked(state.clock, wall_ms=wall_ms, now_ms=now_ms)
-    return state if seen is state.clock else replace(state, clock=seen)
+def _looked(state: DaemonSession, *, now_ms: int) -> Outcome:
+    """Look at the clock before anything is judged by it: a session of before a time that nobody saw is over.
+
+    Its frames may have waited as long, and its time is not known any more; the next Welcome tells it.
+    """
+    seen, unseen_ms = clock.looked(state.clock, now_ms=now_ms)
+    if seen is not state.clock:
+        state = replace(state, clock=seen)
+    if not unseen_ms or state.phase not in (Phase.AWAITING_WELCOME, Phase.LIVE):
+        return state, ()
+    message = (
+        f"{unseen_ms} ms have passed without a look at the clock: this process stood still, the host slept, or its "
+        "clock leapt. Dialing anew to be told the time"
+    )
+    return replace(state, phase=Phase.ENDING), (EndSession("time-unseen", message),)
 
 
 def _held(

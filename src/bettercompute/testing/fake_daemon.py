@@ -376,9 +376,8 @@ class FakeDaemon:
             proto_min=self.profile.proto_min,
             proto_max=self.profile.proto_max,
         )
-        advertised, held, hands = self._advertised(Advertised()), empty_journal(journal_id), self._world.clock
-        now_ms, wall_ms = hands.monotonic_ms(), hands.now_ms()
-        state, _ = daemon_side.start(facts, advertised, held, now_ms=now_ms, wall_ms=wall_ms)
+        advertised, held = self._advertised(Advertised()), empty_journal(journal_id)
+        state, _ = daemon_side.start(facts, advertised, held, now_ms=self._world.clock.monotonic_ms())
         self.commands.process_id = facts.process_id
         return state
 

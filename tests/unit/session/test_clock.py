@@ -199,44 +199,77 @@ def test_a_host_clock_that_agrees_never_moves_confirmed_time_back() -> None:
     assert clock.confirmed_time(state, now_ms=2 * MINUTE_MS) == T + 2 * MINUTE_MS
 
 
-def leapt_in_session(*, leap_ms: int, looks_ms: int = 10_000) -> Clock:
+def looked(state: Clock, now_ms: int) -> Clock:
+    return clock.looked(state, now_ms=now_ms)[0]
+
+
+def leapt_in_session(*, leap_ms: int, wall_ms: int, looks_ms: int = 10_000) -> Clock:
     """A session whose monotonic clock leaps between two heartbeats, and what is believed after it."""
-    state = accepted(clock.looked(joined_at(), wall_ms=T, now_ms=0), T)
-    state = clock.looked(state, wall_ms=T + looks_ms, now_ms=looks_ms + leap_ms)
-    return clock.ticked(state, wall_ms=T + looks_ms, now_ms=looks_ms + leap_ms)
+    state = accepted(looked(joined_at(), 0), T)
+    state = looked(state, looks_ms + leap_ms)
+    return clock.ticked(state, wall_ms=wall_ms, now_ms=looks_ms + leap_ms)
 
 
-@given(st.integers(clock.LEAP_ALLOWED_MS + 1, 1000 * HOUR_MS))
-def test_a_leap_of_the_monotonic_clock_moves_no_time(leap_ms: int) -> None:
-    state = leapt_in_session(leap_ms=leap_ms)
+@given(
+    st.integers(clock.UNSEEN_MAX_MS + 1, 1000 * HOUR_MS),
+    st.sampled_from(["stands", "leaps along", "leaps elsewhere"]),
+)
+def test_a_leap_moves_no_time_whatever_the_walls_clock_says(leap_ms: int, wall: str) -> None:
+    wall_ms = {"stands": T, "leaps along": T + leap_ms, "leaps elsewhere": T + 20 * HOUR_MS}[wall]
+    state = leapt_in_session(leap_ms=leap_ms, wall_ms=wall_ms)
     now_ms = 10_000 + leap_ms
-    assert state.mark_ms == T + 10_000
-    assert clock.session_time(state, now_ms=now_ms) == T + 10_000
-    assert clock.confirmed_time(state, now_ms=now_ms) == T + 10_000
-    assert isinstance(welcome(state, T + 11_000, now_ms=now_ms + 1_000), Clock), "an honest gateway is believed"
+    assert state.mark_ms == T
+    assert clock.session_time(state, now_ms=now_ms) == T
+    assert clock.confirmed_time(state, now_ms=now_ms) == T
+    honest = accepted(state, T + 11_000, wall_ms=wall_ms, now_ms=now_ms + 1_000)
+    assert clock.session_time(honest, now_ms=now_ms + 1_000) == T + 11_000
+    assert not honest.unconfirmed
 
 
 def test_an_adjustment_is_no_leap() -> None:
-    state = leapt_in_session(leap_ms=clock.LEAP_ALLOWED_MS)
-    assert clock.session_time(state, now_ms=10_000 + clock.LEAP_ALLOWED_MS) == T + 10_000 + clock.LEAP_ALLOWED_MS
+    state = leapt_in_session(leap_ms=clock.UNSEEN_MAX_MS - 10_000, wall_ms=T)
+    assert clock.session_time(state, now_ms=clock.UNSEEN_MAX_MS) == T + clock.UNSEEN_MAX_MS
 
 
-def test_time_that_both_clocks_saw_pass_counts_however_long_it_was() -> None:
-    state = clock.looked(joined_at(), wall_ms=T, now_ms=0)
-    later = clock.looked(state, wall_ms=T + 100 * HOUR_MS, now_ms=100 * HOUR_MS)
-    assert clock.confirmed_time(later, now_ms=100 * HOUR_MS) == T + 100 * HOUR_MS
+def test_five_adjustments_do_not_shut_an_honest_gateway_out() -> None:
+    state, now_ms = accepted(looked(joined_at(), 0), T), 0
+    for _ in range(5):
+        now_ms += clock.UNSEEN_MAX_MS
+        state, unseen_ms = clock.looked(state, now_ms=now_ms)
+        assert not unseen_ms
+        state = clock.ticked(state, wall_ms=NO_CLOCK, now_ms=now_ms)
+    assert state.mark_ms == T + 5 * clock.UNSEEN_MAX_MS
+    assert isinstance(welcome(state, T, now_ms=now_ms), Clock)
 
 
-def test_a_wall_that_is_set_back_costs_what_passed_since_the_last_look() -> None:
-    state = clock.looked(joined_at(), wall_ms=T, now_ms=0)
-    state = clock.looked(state, wall_ms=T + 10_000, now_ms=10_000)
-    back = clock.looked(state, wall_ms=T - 24 * HOUR_MS, now_ms=10_000 + 10 * MINUTE_MS)
-    assert clock.confirmed_time(back, now_ms=10_000 + 10 * MINUTE_MS) == T + 10_000
-    forward = clock.looked(state, wall_ms=T + 24 * HOUR_MS, now_ms=10_000 + 10 * MINUTE_MS)
-    assert clock.confirmed_time(forward, now_ms=10_000 + 10 * MINUTE_MS) == T + 10_000 + 10 * MINUTE_MS
+def test_time_that_was_looked_at_counts_however_long_it_was() -> None:
+    state, now_ms = looked(joined_at(), 0), 0
+    while now_ms < 100 * HOUR_MS:
+        now_ms += clock.UNSEEN_MAX_MS
+        state = looked(state, now_ms)
+    assert clock.confirmed_time(state, now_ms=now_ms) == T + 100 * HOUR_MS
 
 
-def test_a_leap_before_the_first_welcome_is_seen_by_who_looked_at_the_start() -> None:
-    state = clock.restored(mark_ms=T, confirmed_ms=T, now_ms=0, wall_ms=NO_CLOCK)
-    state = accepted(clock.looked(state, wall_ms=NO_CLOCK + 5_000, now_ms=5_000 + HOUR_MS), T + 5_000, now_ms=HOUR_MS)
+def test_after_a_suspend_the_next_welcome_tells_the_time_and_the_host_confirms_it() -> None:
+    slept_ms = 9 * HOUR_MS
+    state, unseen_ms = clock.looked(accepted(looked(joined_at(), 0), T), now_ms=slept_ms)
+    assert unseen_ms == slept_ms
+    without_battery = accepted(state, T + slept_ms, now_ms=slept_ms)
+    assert without_battery.unconfirmed
+    assert without_battery.mark_ms == T
+    awake = accepted(state, T + slept_ms, wall_ms=T + slept_ms, now_ms=slept_ms)
+    assert not awake.unconfirmed
+    assert awake.mark_ms == T + slept_ms
+
+
+def test_a_look_within_a_second_of_the_last_is_none() -> None:
+    state = looked(joined_at(), 0)
+    assert looked(state, clock.LOOK_EVERY_MS - 1) is state
+    assert looked(state, clock.LOOK_EVERY_MS) is not state
+
+
+def test_a_leap_before_the_first_welcome_is_seen() -> None:
+    state = clock.restored(mark_ms=T, confirmed_ms=T, now_ms=0)
+    state = accepted(looked(state, HOUR_MS), T + 5_000, now_ms=HOUR_MS)
     assert state.mark_ms == T + 5_000
+    assert clock.session_time(state, now_ms=HOUR_MS) == T + 5_000

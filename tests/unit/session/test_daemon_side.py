@@ -16,7 +16,7 @@ from bettercompute.pki.trust import CommandRoot
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, pack_payload
 from bettercompute.protocol.statuses import Reason, Status
-from bettercompute.session import daemon_side, effects, inputs
+from bettercompute.session import clock, daemon_side, effects, inputs
 from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import DaemonEffect
@@ -671,11 +671,36 @@ def test_the_mark_is_written_once_a_minute_and_old_ids_are_forgotten() -> None:
     assert kinds(done) == ["SendAgentFrame"]
     state, done = tick(state, 70_000)
     assert kinds(done) == ["StoreTime", "SendAgentFrame"]
-    later = KEEP_MS + 100_000
-    state, done = tick(state, later)
-    assert effects.ForgetCommands(("old",)) in done
+    forgotten = []
+    for now_ms in range(130_000, KEEP_MS + 190_000, 60_000):
+        state, done = tick(state, now_ms)
+        forgotten += [effect for effect in done if isinstance(effect, effects.ForgetCommands)]
+    assert forgotten == [effects.ForgetCommands(("old",))]
     assert not state.settled
     assert "owed" in state.entries
+
+
+def test_after_a_time_that_nobody_saw_the_session_ends_and_its_frames_are_not_obeyed() -> None:
+    state, _ = told(live(), command=command())
+    frame = messages.ServerFrame(command=command("c-2"))
+    given = inputs.ServerFrameReceived(frame, wall_ms=START_MS)
+    ended, done = step(state, given, clock.UNSEEN_MAX_MS + 1)
+    assert ended.phase is Phase.ENDING
+    assert [(type(effect), effect.reason) for effect in done if isinstance(effect, effects.EndSession)] == [
+        (effects.EndSession, "time-unseen")
+    ]
+    assert "c-2" not in ended.entries
+    obeyed, _ = step(state, given, clock.UNSEEN_MAX_MS - 1_000)
+    assert "c-2" in obeyed.entries
+
+
+def test_what_a_handler_has_done_in_a_time_that_nobody_saw_is_kept() -> None:
+    state, _ = told(live(), command=command())
+    finished = inputs.HandlerFinished(command_id="c-1", state=CommandState.SUCCEEDED)
+    ended, done = step(state, finished, 3_600_000)
+    assert ended.entries["c-1"].done
+    assert kinds(done)[0] == "EndSession"
+    assert "FinishCommand" in kinds(done)
 
 
 def test_a_silent_gateway_is_given_up() -> None:
