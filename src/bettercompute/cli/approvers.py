@@ -198,7 +198,8 @@ def _tier(name: str) -> int:
 
 def _name(approver: dict[str, Any]) -> str:
     kid = approver["kid"][:KID_CHARACTERS]
-    return f"{approver['name']} ({kid})" if approver["name"] else kid
+    name = output.printable(approver["name"], keep="")  # a line break in it is no line of ours
+    return f"{name} ({kid})" if name else kid
 
 
 def _kid_of(spki: bytes) -> str:

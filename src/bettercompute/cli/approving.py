@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json as json_module
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +31,7 @@ def approve(
     key: KeyFile = None,
     refuse: Annotated[bool, typer.Option("--refuse", help="End the batch: none of it will run.")] = False,
     reason: Annotated[str, typer.Option(help="Why it is refused.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Show every node and every payload.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Sign without asking again.")] = False,
     api: Api = None,
     json: Json = False,
@@ -50,7 +52,9 @@ def approve(
         output.fail(f"batch {batch} is {offered['state']}: there is nothing to approve", code=output.EXIT_USAGE)
     own = approver_keys.read(key)
     review = output.run(lambda: _reviewed(client, offered))
-    _print_review(review, offered)
+    _print_review(review, offered, everything=everything)
+    if len(review.payloads) > PAYLOADS_SHOWN_MAX and not everything:
+        output.fail(f"the batch has {len(review.payloads)} payloads: read them all, with --all", code=output.EXIT_USAGE)
     approver_keys.confirm("Approve exactly this?", yes=yes)
     approved = output.run(lambda: client.post(path_of("approvals", batch, "signatures"), _signature(review, own)))
     if json:
@@ -115,27 +119,29 @@ def _signature(review: Review, key: Any) -> dict[str, str]:
     return {"signature": base64.b64encode(signature.SerializeToString()).decode()}
 
 
-def _print_review(review: Review, offered: dict[str, Any]) -> None:
+def _print_review(review: Review, offered: dict[str, Any], *, everything: bool) -> None:
     """Say what is approved. On standard error: it is what the question below it is about."""
     from bettercompute.cli.durations import format_age
 
-    approval = review.approval
-    names = ", ".join(review.node_ids[:NODES_SHOWN_MAX])
-    more = len(review.node_ids) - NODES_SHOWN_MAX
-    output.note(f"You are asked to approve batch {approval.batch_id}.")
+    approval, shown = review.approval, partial(output.printable, keep="")  # a line break in a name is no line of ours
+    nodes_shown = len(review.node_ids) if everything else NODES_SHOWN_MAX
+    payloads_shown = len(review.payloads) if everything else PAYLOADS_SHOWN_MAX
+    names = shown(", ".join(review.node_ids[:nodes_shown]))
+    more = len(review.node_ids) - nodes_shown
+    output.note(f"You are asked to approve batch {shown(approval.batch_id)}.")
     output.note(f"  kind       {review.kind.name}: {WORDS.get(int(review.kind.destructive_tier), 'destructive')}")
-    output.note(f"  commands   {approval.scope_size}, on {len(review.node_ids)} nodes of {review.trust_domain}")
-    output.note(f"  nodes      {names}" + (f" and {more} more: --json lists all" if more > 0 else ""))
-    for payload, count in review.payloads[:PAYLOADS_SHOWN_MAX]:
+    output.note(f"  commands   {approval.scope_size}, on {len(review.node_ids)} nodes of {shown(review.trust_domain)}")
+    output.note(f"  nodes      {names}" + (f" and {more} more: --all names them" if more > 0 else ""))
+    for payload, count in review.payloads[:payloads_shown]:
         output.note(f"  payload    {_payload(payload)}" + (f"  ({count} of them)" if len(review.payloads) > 1 else ""))
-    if len(review.payloads) > PAYLOADS_SHOWN_MAX:
-        output.note(f"  payload    and {len(review.payloads) - PAYLOADS_SHOWN_MAX} different ones more")
-    output.note(f"  asked by   {', '.join(review.issued_by)}, at {_moment(review.issued_at_ms)}")
+    if len(review.payloads) > payloads_shown:
+        output.note(f"  payload    and {len(review.payloads) - payloads_shown} different ones more: --all shows them")
+    output.note(f"  asked by   {shown(', '.join(review.issued_by))}, at {_moment(review.issued_at_ms)}")
     output.note(f"  begins     until {_moment(approval.not_after_ms)}, nothing of it after that")
     output.note(f"  may run    {format_age(review.timeout_ms)} on each node")
-    given = ", ".join(offered["approved_by"]) or "nobody yet"
+    given = shown(", ".join(offered["approved_by"])) or "nobody yet"
     if offered["stepwise"]:
-        output.note(f"  sent       in steps, as {offered['asked_by']} leads them; nodes do not judge that")
+        output.note(f"  sent       in steps, as {shown(offered['asked_by'])} leads them; nodes do not judge that")
     output.note(f"  approved   by {given}; it takes {offered['approvals_required']}")
     output.note(f"  scope root {approval.scope_root.hex()}")
 

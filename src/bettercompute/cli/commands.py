@@ -83,7 +83,7 @@ def show(command_id: str, api: Api = None, json: Json = False) -> None:
     for piece in output.run(lambda: client.get(path_of("commands", command_id, "output")))["items"]:
         if piece["dropped_bytes"]:
             output.note(f"[{piece['dropped_bytes']} bytes of output were dropped here]")
-        output.console.print(base64.b64decode(piece["data_base64"]).decode("utf-8", "replace"), end="", markup=False)
+        output.print_output(base64.b64decode(piece["data_base64"]).decode("utf-8", "replace"))
 
 
 @app.command()

@@ -43,12 +43,7 @@ class _Followed:
         *whole, self._line = (self._line + self._decoder.decode(data, final)).split("\n")
         if self._line and (final or len(self._line) > LINE_CHARACTERS_MAX):
             whole, self._line = [*whole, self._line], ""
-        return [printable(line[:LINE_CHARACTERS_MAX].rstrip("\r")) for line in whole]
-
-
-def printable(line: str) -> str:
-    """Return a line in which nothing is left for a terminal to obey."""
-    return "".join(character if character.isprintable() or character == "\t" else "\ufffd" for character in line)
+        return [output.printable(line[:LINE_CHARACTERS_MAX].rstrip("\r")) for line in whole]
 
 
 class LiveOutput:
@@ -107,7 +102,7 @@ def describe_progress(progress: dict[str, Any] | None) -> str:
         return ""
     done, total = int(progress.get("done", 0)), int(progress.get("total", 0))
     share = f"{min(100, 10 * (10 * done // total))} %" if total else ""
-    return printable(" ".join(part for part in (progress.get("stage", ""), share) if part))
+    return output.printable(" ".join(part for part in (progress.get("stage", ""), share) if part))
 
 
 class Progress:

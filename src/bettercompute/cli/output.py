@@ -29,8 +29,25 @@ _STATUS_EXITS = {14: EXIT_UNAVAILABLE, 4: EXIT_UNAVAILABLE, 8: EXIT_UNAVAILABLE,
 
 T = TypeVar("T")
 
-console = Console(soft_wrap=True, highlight=False)
-error_console = Console(stderr=True, soft_wrap=True, highlight=False)
+
+def printable(text: str, *, keep: str = "\t") -> str:
+    """Return a text in which nothing is left for a terminal to obey: what nodes and other people wrote is only shown.
+
+    An escape sequence in it could hide, above all from an approver, what stands beside it.
+    """
+    return "".join(one if one.isprintable() or one in keep else "\ufffd" for one in text)
+
+
+class _Terminal(Console):
+    """Shows every text as it is, whoever wrote it; colours are ours alone."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does, texts without control characters."""
+        super().print(*(printable(one, keep="\t\n") if isinstance(one, str) else one for one in objects), **options)
+
+
+console = _Terminal(soft_wrap=True, highlight=False)
+error_console = _Terminal(stderr=True, soft_wrap=True, highlight=False)
 
 
 def guard(program: Callable[[], object]) -> None:
@@ -61,7 +78,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
 
     `empty` is the sentence printed on standard error when there is nothing to list.
     """
-    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    lines = [["" if cell is None else printable(str(cell), keep="") for cell in row] for row in rows]
     if not lines:
         error_console.print(empty, markup=False)
         return
@@ -83,6 +100,14 @@ def print_facts(facts: Mapping[str, object]) -> None:
     width = max((len(name) for name in shown), default=0)
     for name, value in shown.items():
         console.print(f"{name:<{width}}  {value}", markup=False)
+
+
+def print_output(text: str) -> None:
+    """Print what a program wrote: to a terminal as text only, elsewhere as it is."""
+    if console.is_terminal:
+        console.print(text, end="", markup=False)
+        return
+    sys.stdout.write(text)
 
 
 def note(sentence: str) -> None:

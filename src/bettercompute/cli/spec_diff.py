@@ -66,6 +66,5 @@ def print_differences(changes: Sequence[Change], *, title: str) -> None:
     for change in changes:
         for sign, value, style in (("-", change.before, "red"), ("+", change.after, "green")):
             if value is not _ABSENT:
-                output.console.print(
-                    Text(f"{sign} {change.path} = {json.dumps(value, ensure_ascii=False)}", style=style)
-                )
+                line = f"{sign} {change.path} = {json.dumps(value, ensure_ascii=False)}"
+                output.console.print(Text(output.printable(line), style=style))
