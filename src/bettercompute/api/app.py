@@ -28,6 +28,7 @@ from bettercompute.api.bounds import Bounds
 from bettercompute.api.certificates import router as certificates_router
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.doctor import router as doctor_router
+from bettercompute.api.node_events import router as node_events_router
 from bettercompute.store import controller_runs
 
 router = APIRouter()
@@ -73,6 +74,7 @@ def create_app(context: ApiContext) -> FastAPI:
         router,
         doctor_router,
         certificates_router,
+        node_events_router,
         nodes.router,
         standing.router,
         specs.router,

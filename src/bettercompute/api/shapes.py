@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -29,7 +29,8 @@ def rfc3339(moment_ms: int | None) -> str | None:
     """Return Unix milliseconds as RFC 3339 in UTC."""
     if moment_ms is None:
         return None
-    return datetime.fromtimestamp(moment_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    moment = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=moment_ms)  # exact, also in the year 9999
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def message_json(message: messages.ProtoMessage) -> dict[str, Any]:

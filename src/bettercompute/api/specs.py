@@ -18,7 +18,7 @@ from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.paging import PAGE_ROWS, Limit
 from bettercompute.api.shapes import rfc3339
 from bettercompute.api.spec_json import read_section, read_spec, require_known, spec_json
-from bettercompute.api.storable import Id, JsonObject, Text
+from bettercompute.api.storable import Body, Id, JsonObject, Text
 from bettercompute.delivery.desired_state import GENERATION_MAX, next_generation
 from bettercompute.delivery.spec_generations import Circumstances, NewGeneration, changed_sections, compose
 from bettercompute.errors import Refused
@@ -89,7 +89,7 @@ class History(BaseModel):
     next: int | None
 
 
-class SetRequest(BaseModel):
+class SetRequest(Body):
     """All of a node's spec."""
 
     spec: JsonObject
@@ -100,7 +100,7 @@ class SetRequest(BaseModel):
     """Judge it and say what would change; publish nothing."""
 
 
-class ChangeRequest(BaseModel):
+class ChangeRequest(Body):
     """Some sections of a node's spec; null takes a section out, the others stay as they are."""
 
     sections: JsonObject

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json as json_module
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,6 +109,37 @@ def show(node_id: str, api: Api = None, json: Json = False) -> None:
         )
     print_refusals(node["refusals"])
     print_inventory(node["inventory"])
+
+
+@app.command()
+def events(
+    node_id: str,
+    limit: Annotated[int, typer.Option(min=1, help="How many, counted from the newest.")] = 50,
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """Show what a node told of itself, the newest last; what the fleet makes of its nodes is in `events`."""
+    client = output.run(lambda: ApiClient.from_environment(api))
+    items: list[dict[str, Any]] = []
+    gaps: list[dict[str, Any]] = []
+    before: str | None = None
+    while len(items) < limit:
+        query = {"limit": min(limit - len(items), 500), "before": before}
+        page = output.run(partial(client.get, path_of("nodes", node_id, "events"), **query))
+        items += page["items"]
+        gaps, before = page["gaps"], page["next"]
+        if before is None:
+            break
+    for gap in reversed(gaps):
+        lost = f"events {gap['first_seq']} to {gap['last_seq']} of journal {gap['journal_id']} are lost"
+        output.note(f"{lost}: the node dropped them before it could send them (noticed {gap['noticed_at']})")
+    for event in reversed(items):
+        if json:
+            output.print_json(event)
+            continue
+        again = "  (recovered)" if event["recovered"] else ""
+        payload = json_module.dumps(event["payload"], ensure_ascii=False)
+        output.console.print(f"{event['at']}  {event['seq']}  {event['type']}{again}  {payload}", markup=False)
 
 
 @app.command()

@@ -58,6 +58,7 @@ class RetentionController:
             "approvals": await retention.delete_approvals(database, older_than_ms=keep.commands_ms, batch_size=BATCH),
             "outbox": await retention.delete_outbox(database, older_than_ms=keep.outbox_ms, batch_size=BATCH),
             "events": await retention.delete_events(database, older_than_ms=keep.events_ms, batch_size=BATCH),
+            "event_gaps": await retention.delete_event_gaps(database, older_than_ms=keep.events_ms, batch_size=BATCH),
             "certificates": await retention.delete_certificates(
                 database, older_than_ms=keep.certificates_ms, batch_size=BATCH
             ),

@@ -33,3 +33,8 @@ async def delete_outbox(queries: Queries, *, older_than_ms: int, batch_size: int
 async def delete_events(queries: Queries, *, older_than_ms: int, batch_size: int) -> int:
     """Remove events that nodes reported long ago; return how many."""
     return len(await queries.fetch("retention.events", older_than_ms=older_than_ms, batch_size=batch_size))
+
+
+async def delete_event_gaps(queries: Queries, *, older_than_ms: int, batch_size: int) -> int:
+    """Remove gaps in what nodes reported that were noticed long ago; return how many."""
+    return len(await queries.fetch("retention.event_gaps", older_than_ms=older_than_ms, batch_size=batch_size))

@@ -209,7 +209,17 @@ async def test_retention_removes_only_what_is_old_enough(fleet):
         " ('old', sha256('a'), 's', 'node', now() - interval '31 days', 'ops'),"
         " ('new', sha256('b'), 's', 'node', now(), 'ops')"
     )
+    for table, columns, values in (
+        ("node_events", "seq, event_id, type, occurred_at, payload, received_at", "'e' || n, 't', 'epoch', '', t"),
+        ("node_event_gaps", "first_seq, last_seq, noticed_at", "n, t"),
+    ):
+        await fleet.query(
+            f"INSERT INTO {table} (node_id, journal_id, {columns}) SELECT 'node-a', 'j', n, {values}"
+            " FROM (VALUES (1, compute_now() - interval '31 days'), (2, compute_now())) v (n, t)"
+        )
     assert not await RetentionController(fleet).reconcile()
+    assert [row["seq"] for row in await fleet.query("SELECT seq FROM node_events")] == [2]
+    assert [row["first_seq"] for row in await fleet.query("SELECT first_seq FROM node_event_gaps")] == [2]
     assert await fleet.query("SELECT FROM node_certs WHERE serial = '0dead'") == []
     assert [row["token_id"] for row in await fleet.query("SELECT token_id FROM join_tokens")] == ["new"]
     assert {row["id"] for row in await fleet.query("SELECT id FROM commands")} == {"new", "pending"}

@@ -141,6 +141,8 @@ async def test_a_label_scope_bounds_events_and_specs(
     assert ([item["id"] for item in page["items"]], page["next"]) == (["e-n1"], 3)
     assert (await scoped["viewer"].get("/v1/events", params={"node_id": "n2"})).status_code == 403
     assert len((await admin.get("/v1/events")).json()["items"]) == 3
+    for node_id, status in (("n1", 200), ("n2", 403), ("nobody", 403)):
+        assert (await scoped["viewer"].get(f"/v1/nodes/{node_id}/events")).status_code == status
     caller = Principal(name="rack-7-viewer", role=Role.VIEWER, labels={"rack": "7"})
     stream = events.follow(context, after=0, wanted=partial(events._wanted, context, caller, None))
     told = [await asyncio.wait_for(anext(stream), 10) for _ in range(2)]
@@ -175,6 +177,8 @@ async def test_every_other_route_is_closed_to_a_scope(clients: Clients, context:
         ("get", "/v1/commands"),
         ("get", "/v1/batches/{batch_id}"),
         ("get", "/v1/batches/{batch_id}/output"),
+        ("post", "/v1/batches/{batch_id}/steps"),
+        ("post", "/v1/batches/{batch_id}/stop"),
         ("get", "/v1/commands/{command_id}"),
         ("get", "/v1/commands/{command_id}/output"),
         ("get", "/v1/commands/{command_id}/why"),

@@ -288,3 +288,22 @@ async def test_api_tokens_from_the_command_line(bettercompute) -> None:
     assert (await bettercompute("nodes", "list", token=made.stdout.strip())).exit_code != 0
     wrong = await bettercompute("api-token", "create", "x", "--label", "rack", token="secret-admin")
     assert (wrong.exit_code, "write key=value" in wrong.stderr) == (2, True)
+
+
+async def test_what_a_node_told_of_itself_on_the_command_line(
+    bettercompute, context: ApiContext, two_nodes: object
+) -> None:
+    await context.database.query(
+        "INSERT INTO node_events (node_id, journal_id, seq, event_id, type, occurred_at, payload)"
+        " SELECT 'n1', 'j', n, 'e' || n, 'daemon.started', 'epoch', '{\"n\": 1}' FROM generate_series(1, 502) n"
+    )
+    await context.database.query("INSERT INTO node_event_gaps VALUES ('n1', 'j', 503, 504)")
+    shown = await bettercompute("nodes", "events", "n1", "--limit", "501")
+    lines = shown.stdout.splitlines()
+    assert (shown.exit_code, len(lines)) == (0, 501), shown.output
+    assert lines[0] == '1970-01-01T00:00:00.000Z  2  daemon.started  {"n": 1}'
+    assert "events 503 to 504 of journal j are lost: the node dropped them" in shown.stderr
+    as_json = await bettercompute("nodes", "events", "n1", "--limit", "1", "--json")
+    assert json.loads(as_json.stdout)["seq"] == 502
+    unknown = await bettercompute("nodes", "events", "n3")
+    assert (unknown.exit_code != 0, "no node n3" in unknown.stderr) == (True, True)

@@ -112,3 +112,35 @@ async def test_subscribers_are_bounded(clients: Clients, context: ApiContext) ->
     context.finished.subscribers = events.SUBSCRIBERS_MAX
     answer = await clients["viewer"].get("/v1/events", headers={"accept": "text/event-stream"})
     assert (answer.status_code, answer.json()["reason"]) == (503, "overloaded")
+
+
+async def test_what_nodes_told_of_themselves_is_shown_newest_first(
+    clients: Clients, context: ApiContext, two_nodes: object
+) -> None:
+    far, widest = "253402300799999", "x" * 256
+    for journal_id, seqs in (("j1", (1, 2)), ("j2", (1, 4)), (widest, (2**63 - 1,))):
+        for seq in seqs:
+            await context.database.query(
+                "INSERT INTO node_events (node_id, journal_id, seq, event_id, type, occurred_at, payload)"
+                f" VALUES ('n1', $1, $2, $3, 'daemon.started', at_ms({far}), $4)",
+                *(journal_id, seq, f"{journal_id[:8]}-{seq}", b'{"n": 1' + b"0" * 400 + b"}" if seq == 4 else b""),
+            )
+    await context.database.query("INSERT INTO node_event_gaps VALUES ('n1', 'j2', 2, 3)")
+    seen, before = [], None
+    while True:
+        query = {"limit": 2} | ({"before": before} if before else {})
+        page = (await clients["viewer"].get("/v1/nodes/n1/events", params=query)).json()
+        seen += [item["id"] for item in page["items"]]
+        before = page["next"]
+        if before is None:
+            break
+    assert seen == [f"{widest[:8]}-{2**63 - 1}", "j2-4", "j2-1", "j1-2", "j1-1"]
+    assert [(gap["journal_id"], gap["first_seq"], gap["last_seq"]) for gap in page["gaps"]] == [("j2", 2, 3)]
+    [item] = page["items"]
+    assert (item["at"], item["recovered"], item["payload"]) == ("9999-12-31T23:59:59.999Z", False, {})
+    for place in ("", "x", "1", f"{2**63}:j", "-1:j", "1:\0", "1:" + "j" * 280):
+        answer = await clients["viewer"].get("/v1/nodes/n1/events", params={"before": place})
+        assert answer.status_code == 400, place
+    assert (await clients["viewer"].get("/v1/nodes/n2/events")).json() == {"items": [], "gaps": [], "next": None}
+    assert (await clients["viewer"].get("/v1/nodes/n3/events")).status_code == 404
+    assert (await clients["nobody"].get("/v1/nodes/n1/events")).status_code == 401

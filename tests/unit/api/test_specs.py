@@ -61,6 +61,16 @@ async def test_a_spec_is_set_changed_and_shown(clients, database):
     assert rows[0]["why"] == "to see"
 
 
+async def test_a_misspelled_field_is_refused_and_nothing_is_set(clients):
+    for answer in (
+        await put(clients, {"daemon": {}}, expected_generatoin=0),
+        await patch(clients, {"daemon": {}}, dryrun=True),
+    ):
+        assert answer.status_code == 422
+        assert "expected_generatoin" in answer.text or "dryrun" in answer.text
+    assert (await clients["viewer"].get(PATH)).json()["generation"] == 0
+
+
 async def test_what_is_so_already_is_no_new_generation(clients):
     await put(clients, {"daemon": {"log_level": "debug"}})
     again = await put(clients, {"daemon": {"log_level": "debug"}}, expected_generation=0)

@@ -77,3 +77,14 @@ WITH locked AS MATERIALIZED (
 -- A locked row stays where it is, so that its place finds it again without a second index.
 DELETE FROM node_events e WHERE e.ctid = ANY (ARRAY (SELECT place FROM locked))
 RETURNING e.seq;
+
+-- name: retention.event_gaps
+-- other: retention; a node has few, one for each stretch that its journal had to drop
+WITH locked AS MATERIALIZED (
+  SELECT g.ctid AS place FROM node_event_gaps g
+  WHERE g.noticed_at < compute_now() - ms(:older_than_ms)
+  LIMIT :batch_size
+  FOR UPDATE SKIP LOCKED
+)
+DELETE FROM node_event_gaps g WHERE g.ctid = ANY (ARRAY (SELECT place FROM locked))
+RETURNING g.first_seq;
