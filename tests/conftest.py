@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from bettercompute.store.database import Database
 from bettercompute.system import system_world
 from bettercompute.testing import postgres
+from tests.failures import pytest_runtest_protocol, pytest_runtest_teardown  # noqa: F401 - pytest finds them here
 from tests.sim import totals
 
 # The same examples in every run, and a busy machine is no failure.
