@@ -34,8 +34,11 @@ async def run_stage(site: Site, purpose: Purpose, stage: str) -> None:
                 try:
                     await asyncio.to_thread(cli.run_stage, client, site.keys, purpose, StageName(stage))
                 except Refused as refused:
-                    # Nodes come for the bundle within seconds, in no order that anybody could await.
-                    if not any(waits in refused.message for waits in ("do not hold", "signed under")):
+                    # Nodes come for the bundle, and gateways tell of their certificates, within seconds.
+                    if not any(
+                        waits in refused.message
+                        for waits in ("do not hold", "signed under", "do not know", "show a certificate")
+                    ):
                         raise
                 else:
                     return

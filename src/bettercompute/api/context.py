@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -84,6 +84,11 @@ class Rotated(Protocol):
         """Return every key that is or was trusted."""
         ...
 
+    @property
+    def left_behind(self) -> tuple[str, ...]:
+        """Return the excepted nodes that the step would have waited for."""
+        ...
+
 
 class TrustKeeper(Protocol):
     """Rotates keys and publishes trust bundles: `services.rotating` behind a port, for it holds the keys that sign."""
@@ -94,11 +99,13 @@ class TrustKeeper(Protocol):
         """Have a new key trusted beside the one in use."""
         ...
 
-    async def switch(self, *, purpose: Purpose, key_sha256: str, asked_by: str) -> Rotated:
-        """Put the prepared key in use; refuses CONFLICT while nodes do not know it."""
+    async def switch(
+        self, *, purpose: Purpose, key_sha256: str, asked_by: str, excepted: Sequence[str] = ()
+    ) -> Rotated:
+        """Put the prepared key in use; refuses CONFLICT while nodes, but for the excepted ones, do not know it."""
         ...
 
-    async def retire(self, *, purpose: Purpose, asked_by: str) -> Rotated:
+    async def retire(self, *, purpose: Purpose, asked_by: str, excepted: Sequence[str] = ()) -> Rotated:
         """Have the replaced key trusted no more; refuses CONFLICT while something depends on it."""
         ...
 

@@ -15,14 +15,15 @@ from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import Context, Rotated
 from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page
 from bettercompute.api.shapes import rfc3339
-from bettercompute.api.storable import Body
-from bettercompute.pki.rotation import Purpose, TrustedKey
+from bettercompute.api.storable import Body, Id
+from bettercompute.pki.rotation import EXCEPTED_MAX, Purpose, TrustedKey
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import approvers as stored_approvers
 from bettercompute.store import trust as stored_trust
 
 CERTIFICATE_CHARACTERS_MAX = 16 * 1024
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=CERTIFICATE_CHARACTERS_MAX)]
+ExceptNodes = Annotated[list[Id], Field(max_length=EXCEPTED_MAX)]
 KeySha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 router = APIRouter(prefix="/v1/pki", tags=["pki"])
@@ -80,9 +81,16 @@ class PrepareRequest(Body):
 
 
 class SwitchRequest(Body):
-    """Which key is to be in use: the one that was prepared."""
+    """Which key is to be in use: the one that was prepared. It waits for all nodes that need to know it but these."""
 
     key_sha256: KeySha256
+    except_nodes: ExceptNodes = Field(default_factory=list)
+
+
+class RetireRequest(Body):
+    """Which nodes are not waited for though they depend on the replaced key: they will need a new token."""
+
+    except_nodes: ExceptNodes = Field(default_factory=list)
 
 
 class RotatedShape(BaseModel):
@@ -90,6 +98,8 @@ class RotatedShape(BaseModel):
 
     trust_version: int
     keys: list[KeyShape]
+    left_behind: list[str]
+    """The excepted nodes that it would have waited for."""
 
 
 @router.get("/trust")
@@ -169,21 +179,27 @@ async def switch(
     caller: Annotated[Principal, Depends(require(Role.ADMIN))],
 ) -> RotatedShape:
     """Put the prepared key in use; refused while nodes do not know it, whose names are told."""
-    rotated = await context.trust.switch(purpose=purpose, key_sha256=request.key_sha256, asked_by=caller.name)
+    rotated = await context.trust.switch(
+        purpose=purpose, key_sha256=request.key_sha256, asked_by=caller.name, excepted=request.except_nodes
+    )
     return _rotated(rotated, purpose)
 
 
 @router.post("/keys/{purpose}/retire")
 async def retire(
-    purpose: Purpose, context: Context, caller: Annotated[Principal, Depends(require(Role.ADMIN))]
+    purpose: Purpose,
+    request: RetireRequest,
+    context: Context,
+    caller: Annotated[Principal, Depends(require(Role.ADMIN))],
 ) -> RotatedShape:
-    """Have the replaced key trusted no more; refused while something depends on it."""
-    return _rotated(await context.trust.retire(purpose=purpose, asked_by=caller.name), purpose)
+    """Have the replaced key trusted no more; refused while something depends on it, which is named."""
+    rotated = await context.trust.retire(purpose=purpose, asked_by=caller.name, excepted=request.except_nodes)
+    return _rotated(rotated, purpose)
 
 
 def _rotated(rotated: Rotated, purpose: Purpose) -> RotatedShape:
     keys = [_key(key) for key in rotated.keys if key.purpose is purpose]
-    return RotatedShape(trust_version=rotated.version, keys=keys)
+    return RotatedShape(trust_version=rotated.version, keys=keys, left_behind=list(rotated.left_behind))
 
 
 def _key(key: TrustedKey) -> KeyShape:

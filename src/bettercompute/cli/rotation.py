@@ -6,6 +6,7 @@ after whatever interrupted it. See docs/rotation.md, "The life of a key".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,15 @@ class StageName(StrEnum):
 
 Stage = Annotated[StageName, typer.Option("--stage", help="prepare, then switch, then retire.")]
 
+Except = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--except",
+        metavar="NODE",
+        help="Do not wait for this node, which will not come back by itself; may be repeated. With switch and retire.",
+    ),
+]
+
 _NEXT_STEP = {
     StageName.PREPARE: "see `better-compute pki trust-version` until nodes hold it, then --stage switch",
     StageName.SWITCH: "see docs/rotation.md for what is to be done before --stage retire",
@@ -41,31 +51,51 @@ _NEXT_STEP = {
 
 
 def rotate_command_root(
-    stage: Stage, config: ConfigFile = None, folder: KeyDir = None, api: Api = None, json: Json = False
+    stage: Stage,
+    excepted: Except = None,
+    config: ConfigFile = None,
+    folder: KeyDir = None,
+    api: Api = None,
+    json: Json = False,
 ) -> None:
     """Replace the root of the worker keys, which sign commands and specs."""
-    _rotate("command-root", stage, folder=output.run(lambda: key_folder(config, folder)), api=api, json=json)
+    _rotate("command-root", stage, excepted, folder=output.run(lambda: key_folder(config, folder)), api=api, json=json)
 
 
 def rotate_join_keys(
-    stage: Stage, config: ConfigFile = None, folder: KeyDir = None, api: Api = None, json: Json = False
+    stage: Stage,
+    excepted: Except = None,
+    config: ConfigFile = None,
+    folder: KeyDir = None,
+    api: Api = None,
+    json: Json = False,
 ) -> None:
     """Replace the two keys that join tokens pin; trust bundles are signed by one of them."""
-    _rotate("join-signing", stage, folder=output.run(lambda: key_folder(config, folder)), api=api, json=json)
+    _rotate("join-signing", stage, excepted, folder=output.run(lambda: key_folder(config, folder)), api=api, json=json)
 
 
 def rotate_serving_ca(
-    stage: Stage, config: ConfigFile = None, folder: KeyDir = None, api: Api = None, json: Json = False
+    stage: Stage,
+    excepted: Except = None,
+    config: ConfigFile = None,
+    folder: KeyDir = None,
+    api: Api = None,
+    json: Json = False,
 ) -> None:
     """Replace the CA of the gateways' certificates, which nodes pin."""
-    _rotate("serving-ca", stage, folder=output.run(lambda: key_folder(config, folder)), api=api, json=json)
+    _rotate("serving-ca", stage, excepted, folder=output.run(lambda: key_folder(config, folder)), api=api, json=json)
 
 
 def rotate_node_ca(
-    stage: Stage, config: ConfigFile = None, folder: KeyDir = None, api: Api = None, json: Json = False
+    stage: Stage,
+    excepted: Except = None,
+    config: ConfigFile = None,
+    folder: KeyDir = None,
+    api: Api = None,
+    json: Json = False,
 ) -> None:
     """Replace the CA of the nodes' certificates."""
-    _rotate("node-ca", stage, folder=output.run(lambda: key_folder(config, folder)), api=api, json=json)
+    _rotate("node-ca", stage, excepted, folder=output.run(lambda: key_folder(config, folder)), api=api, json=json)
 
 
 def trust_version(
@@ -125,12 +155,16 @@ def trust_version(
     )
 
 
-def _rotate(name: str, stage: StageName, *, folder: KeyFolder, api: str | None, json: bool) -> None:
+def _rotate(
+    name: str, stage: StageName, excepted: list[str] | None, *, folder: KeyFolder, api: str | None, json: bool
+) -> None:
     from bettercompute.pki.rotation import Purpose
 
+    if excepted and stage is StageName.PREPARE:
+        output.fail("--except goes with the stages switch and retire: prepare waits for nobody", code=output.EXIT_USAGE)
     purpose = Purpose(name)
     client = output.run(lambda: ApiClient.from_environment(api))
-    rotated = output.run(lambda: run_stage(client, folder, purpose, stage))
+    rotated = output.run(lambda: run_stage(client, folder, purpose, stage, excepted=excepted or ()))
     if json:
         output.print_json(rotated)
         return
@@ -139,15 +173,27 @@ def _rotate(name: str, stage: StageName, *, folder: KeyFolder, api: str | None, 
             output.console.print(
                 f"{key['purpose']} {key['key_sha256'][:SHOWN_CHARACTERS]} is {key['stage']}", markup=False
             )
+    if rotated["left_behind"]:
+        output.note(
+            f"left behind: {', '.join(rotated['left_behind'])}; if one of these comes after all and is turned away, "
+            "give it a new token (`bcd rejoin`)"
+        )
     output.note(f"trust version {rotated['trust_version']} is in force; {_NEXT_STEP[stage]}")
     if stage is not StageName.RETIRE:
         output.note(f"copy the changed files of {folder.folder} to the other processes of the control plane")
 
 
-def run_stage(client: ApiClient, folder: KeyFolder, purpose: Purpose, stage: StageName) -> Any:
+def run_stage(
+    client: ApiClient, folder: KeyFolder, purpose: Purpose, stage: StageName, *, excepted: Sequence[str] = ()
+) -> Any:
     """Do what a stage asks of the key folder and of the API; return the API's answer."""
-    step = {StageName.PREPARE: _prepare, StageName.SWITCH: _switch, StageName.RETIRE: _retire}[stage]
-    return step(client, folder, purpose)
+    match stage:
+        case StageName.PREPARE:
+            return _prepare(client, folder, purpose)
+        case StageName.SWITCH:
+            return _switch(client, folder, purpose, excepted)
+        case StageName.RETIRE:
+            return _retire(client, folder, purpose, excepted)
 
 
 def _prepare(client: ApiClient, folder: KeyFolder, purpose: Purpose) -> Any:
@@ -160,20 +206,21 @@ def _prepare(client: ApiClient, folder: KeyFolder, purpose: Purpose) -> Any:
     return client.post(path_of("pki", "keys", purpose, "prepare"), body)
 
 
-def _switch(client: ApiClient, folder: KeyFolder, purpose: Purpose) -> Any:
+def _switch(client: ApiClient, folder: KeyFolder, purpose: Purpose, excepted: Sequence[str]) -> Any:
     from bettercompute.services import rotation_files
 
     key_sha256 = rotation_files.next_key_sha256(folder, purpose)
-    rotated = client.post(path_of("pki", "keys", purpose, "switch"), {"key_sha256": key_sha256})
+    body = {"key_sha256": key_sha256, "except_nodes": list(excepted)}
+    rotated = client.post(path_of("pki", "keys", purpose, "switch"), body)
     rotation_files.put_in_place(folder, purpose)
     return rotated
 
 
-def _retire(client: ApiClient, folder: KeyFolder, purpose: Purpose) -> Any:
+def _retire(client: ApiClient, folder: KeyFolder, purpose: Purpose, excepted: Sequence[str]) -> Any:
     from bettercompute.services import rotation_files
 
     _catch_up(client, folder, purpose)
-    rotated = client.post(path_of("pki", "keys", purpose, "retire"), {})
+    rotated = client.post(path_of("pki", "keys", purpose, "retire"), {"except_nodes": list(excepted)})
     rotation_files.drop_previous(folder, purpose)
     return rotated
 

@@ -31,7 +31,7 @@ from bettercompute.gateway.trust_refresh import TrustRefresh
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels, sessions
 from bettercompute.store.database import Database
-from bettercompute.store.leases import Health
+from bettercompute.store.leases import Health, HeldCertificates
 from bettercompute.transport.streams import Handler, serve
 from bettercompute.world import World
 
@@ -67,7 +67,7 @@ class Gateway:
         world: World,
         tls: Callable[[], ssl.SSLContext] | None,
         metrics: GatewayMetrics | None = None,
-        serving_not_after_ms: Callable[[], int | None] = lambda: None,
+        certificates: Callable[[], HeldCertificates | None] = lambda: None,
     ) -> None:
         """Put a gateway together; nothing runs yet.
 
@@ -90,7 +90,7 @@ class Gateway:
         self._database = database
         self._world = world
         self._tls = tls
-        self._serving_not_after_ms = serving_not_after_ms
+        self._certificates = certificates
         self._life: GatewayLife | None = None
         self._listener: Listener | None = None
         self._port = config.port
@@ -252,7 +252,7 @@ class Gateway:
         return Health(
             wall_ms=self._world.clock.now_ms(),
             revocations_age_ms=self.revocations.age_ms,
-            serving_not_after_ms=self._serving_not_after_ms(),
+            certificates=self._certificates(),
         )
 
     # Notifications

@@ -15,7 +15,9 @@ from enum import StrEnum
 from bettercompute.protocol.statuses import Reason, refuse
 
 NAMED_MAX = 20
-"""So many nodes are named in a refusal; the rest is counted."""
+"""So many nodes, gateways and tokens are named in a refusal; the rest is counted."""
+EXCEPTED_MAX = 1_000
+"""So many nodes may a step leave behind, each of them named by an operator."""
 SETTLE_MS = 60_000
 """A request that began before the switch has ended by then, or was undone."""
 
@@ -79,7 +81,7 @@ class TrustedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behind:
-    """Nodes that a step has to wait for."""
+    """Nodes that a step has to wait for; or gateways, or tokens."""
 
     count: int
     names: tuple[str, ...]
@@ -97,7 +99,12 @@ class Dependents:
     """What still depends on the keys of a purpose, as far as a step must ask."""
 
     behind: Behind = NOBODY
-    """Nodes that do not hold the bundle which lists the next key; of the purpose's own kind, see `waits_for_absent`."""
+    """Nodes that do not hold the bundle which lists the next key; of the purpose's own kind, see `waits_for_absent`.
+    Those that an operator has excepted are not among them."""
+    gateways: Behind = NOBODY
+    """Live gateways that do not know the next node CA, or show a certificate of the previous serving CA."""
+    tokens: Behind = NOBODY
+    """Join tokens that are good and pin nothing but the previous key."""
     open_commands: int = 0
     """Commands that have not ended and are signed under a previous root."""
     specs: int = 0
@@ -186,12 +193,19 @@ def switch(
             f"the {purpose} that is prepared is {prepared[0].key_sha256[:16]}, not {key_sha256[:16]}: is the key "
             "folder the one in which it was made?",
         )
+    if dependents.gateways.count:
+        raise refuse(
+            Reason.CONFLICT,
+            f"{dependents.gateways.count} gateways do not know the next {purpose} and would turn away its nodes: "
+            f"{dependents.gateways}; copy {purpose}.pem to their key folders, and within seconds they say so",
+        )
     if dependents.behind.count:
         which = "nodes" if waits_for_absent(purpose) else "connected nodes"
         cure = (
-            "wait until they have been here, or revoke those that will not come back"
+            "wait until they have been here; those that will not come back revoke, or leave behind with --except NODE"
             if waits_for_absent(purpose)
-            else "gateways ask them to reconnect for it; `pki trust-version` shows who holds what"
+            else "gateways ask them to reconnect for it; `pki trust-version` shows who holds what, and --except NODE "
+            "leaves one behind"
         )
         raise refuse(
             Reason.CONFLICT,
@@ -223,11 +237,24 @@ def retire(keys: Sequence[TrustedKey], purpose: Purpose, *, dependents: Dependen
             f"signed under the previous {purpose}: specs are signed anew by the worker within a minute or so, commands "
             "end or expire (`commands list`), or are cancelled",
         )
+    if dependents.gateways.count:
+        raise refuse(
+            Reason.CONFLICT,
+            f"{dependents.gateways.count} gateways show a certificate of the previous {purpose}: "
+            f"{dependents.gateways}; issue theirs anew (`pki issue-gateway --san NAME --out DIR`), or stop them; they "
+            "say so within seconds",
+        )
+    if dependents.tokens.count:
+        raise refuse(
+            Reason.CONFLICT,
+            f"{dependents.tokens.count} join tokens that are good pin the previous {purpose} alone: "
+            f"{dependents.tokens}; wait until they are used or over, or `token revoke` them and make new ones",
+        )
     if dependents.behind.count:
         raise refuse(
             Reason.CONFLICT,
             f"{dependents.behind.count} nodes still depend on the previous {purpose}: {dependents.behind}; wait until "
-            "they have been here, or revoke those that will not come back",
+            "they have been here; those that will not come back revoke, or leave behind with --except NODE",
         )
     return tuple(_moved(key, Step.RETIRE, purpose) for key in keys)
 

@@ -28,7 +28,7 @@ from bettercompute.pki import keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.protocol.statuses import Reason
 from bettercompute.server.config import Config
-from bettercompute.server.examining import serving_end
+from bettercompute.server.examining import held_certificates
 from bettercompute.server.health import Check, create_health_app, process_registry
 from bettercompute.server.http import HttpServer, listen
 from bettercompute.server.internal_client import RemoteServices
@@ -293,7 +293,7 @@ async def _start_gateway(
         tls=reloading(serving_secrets(folder)),
         metrics=metrics,
         # A source of its own: it is asked on the lease's thread.
-        serving_not_after_ms=serving_end(serving_secrets(folder)),
+        certificates=held_certificates(serving_secrets(folder)),
     )
     await gateway.start()
     stack.push_async_callback(gateway.stop)

@@ -14,6 +14,7 @@ from bettercompute.server.config import Config
 from bettercompute.services.doctor.finding import Disk, Surroundings
 from bettercompute.services.doctor.service import DoctorService
 from bettercompute.store.database import Database
+from bettercompute.store.leases import HeldCertificates
 from bettercompute.transport.tls import ServerSecrets
 from bettercompute.world import World
 
@@ -38,22 +39,31 @@ def make_doctor(config: Config, *, database: Database, dsn: str, world: World) -
     )
 
 
-def serving_end(load: Callable[[], ServerSecrets]) -> Callable[[], int | None]:
-    """Return a source of the moment until which the serving certificate is good; it never fails."""
-    held: tuple[bytes, int] | None = None
+def held_certificates(load: Callable[[], ServerSecrets]) -> Callable[[], HeldCertificates | None]:
+    """Return a source of what a gateway shows and believes; it never fails."""
+    held: tuple[ServerSecrets, HeldCertificates] | None = None
 
-    def not_after_ms() -> int | None:
+    def now() -> HeldCertificates | None:
         nonlocal held
         try:
-            chain_pem = load().certificate_chain_pem
-            if held is None or held[0] != chain_pem:
-                leaf = certificates.load_certificate(certificates.chain_from_pem(chain_pem)[0])
-                held = chain_pem, certificates.not_after_ms(leaf)
+            secrets = load()
+            if held is None or held[0] is not secrets:
+                held = secrets, _held(secrets)
         except (BetterComputeError, OSError):
             return None
         return held[1]
 
-    return not_after_ms
+    return now
+
+
+def _held(secrets: ServerSecrets) -> HeldCertificates:
+    leaf, *issuers = map(certificates.load_certificate, certificates.chain_from_pem(secrets.certificate_chain_pem))
+    believed = map(certificates.load_certificate, certificates.chain_from_pem(secrets.client_ca_pem))
+    return HeldCertificates(
+        serving_not_after_ms=certificates.not_after_ms(leaf),
+        serving_ca_sha256=certificates.spki_sha256(issuers[-1]) if issuers else None,
+        node_cas_sha256=tuple(map(certificates.spki_sha256, believed)),
+    )
 
 
 def _certificates(folder: KeyFolder, names: list[str]) -> Mapping[str, x509.Certificate]:

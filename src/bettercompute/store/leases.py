@@ -28,15 +28,25 @@ class NewLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCertificates:
+    """What a gateway shows to nodes, and by which CAs it judges theirs. Keys by the SHA-256 of their public half."""
+
+    serving_not_after_ms: int
+    serving_ca_sha256: str | None
+    """None: its chain does not hold the CA."""
+    node_cas_sha256: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What a gateway says of itself at each renewal, for `doctor`."""
+    """What a gateway says of itself at each renewal, for `doctor` and rotations."""
 
     wall_ms: int
     """Its own clock."""
     revocations_age_ms: int | None
     """How old its picture of the revocations is; None: it has none yet."""
-    serving_not_after_ms: int | None
-    """Until when its serving certificate is good; None: it does not know."""
+    certificates: HeldCertificates | None
+    """None: it does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +109,7 @@ async def renew(
     queries: Queries, *, name: str, token: str, stream_count: int, draining: bool = False, health: Health | None = None
 ) -> Renewal | None:
     """Extend the lease. None: it was retired, and the gateway must fence for good."""
+    held = None if health is None else health.certificates
     row = await queries.fetch_one(
         "leases.renew",
         name=name,
@@ -108,7 +119,9 @@ async def renew(
         draining=draining,
         wall_ms=None if health is None else health.wall_ms,
         revocations_age_ms=None if health is None else health.revocations_age_ms,
-        serving_not_after_ms=None if health is None else health.serving_not_after_ms,
+        serving_not_after_ms=None if held is None else held.serving_not_after_ms,
+        serving_ca_sha256=None if held is None else held.serving_ca_sha256,
+        node_cas_sha256=None if held is None else list(held.node_cas_sha256),
     )
     return None if row is None else Renewal(drain_requested_by=row["drain_requested_by"])
 

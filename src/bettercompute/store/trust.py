@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bettercompute.pki.rotation import NAMED_MAX, Behind, KeyStage, Purpose, TrustedKey
+from bettercompute.pki.rotation import EXCEPTED_MAX, NAMED_MAX, Behind, KeyStage, Purpose, TrustedKey
 from bettercompute.store import channels
 from bettercompute.store.database import Queries, Row, Transaction
 
@@ -117,22 +117,43 @@ async def store_keys(
     return bool(changed)
 
 
-async def connected_behind(queries: Queries, *, version: int) -> Behind:
-    """Return the connected nodes that do not hold `version`."""
-    return _behind(await queries.fetch("trust.connected_behind", version=version, named_max=NAMED_MAX))
+async def connected_behind(
+    queries: Queries, *, version: int, excepted: Sequence[str] = (), of_excepted: bool = False
+) -> Behind:
+    """Return the connected nodes that do not hold `version`, but for the excepted ones; `of_excepted`: only those."""
+    return await _nodes_behind(queries, "trust.connected_behind", excepted, of_excepted, version=version)
 
 
-async def returning_behind(queries: Queries, *, version: int, grace_ms: int) -> Behind:
+async def returning_behind(
+    queries: Queries, *, version: int, grace_ms: int, excepted: Sequence[str] = (), of_excepted: bool = False
+) -> Behind:
     """Return the nodes that may come back by their certificate and do not hold `version`, connected or not."""
-    return _behind(
-        await queries.fetch("trust.returning_behind", version=version, grace_ms=grace_ms, named_max=NAMED_MAX)
-    )
+    asked = {"version": version, "grace_ms": grace_ms}
+    return await _nodes_behind(queries, "trust.returning_behind", excepted, of_excepted, **asked)
 
 
-async def issued_before(queries: Queries, *, moment_ms: int, grace_ms: int) -> Behind:
-    """Return the nodes whose certificate in use was issued before a moment."""
+async def issued_before(
+    queries: Queries, *, moment_ms: int, grace_ms: int, excepted: Sequence[str] = (), of_excepted: bool = False
+) -> Behind:
+    """Return the nodes whose certificate in use was issued before a moment, or is not on record."""
+    asked = {"moment_ms": moment_ms, "grace_ms": grace_ms}
+    return await _nodes_behind(queries, "trust.issued_before", excepted, of_excepted, **asked)
+
+
+async def gateways_serving_under(queries: Queries, *, keys: Sequence[str]) -> Behind:
+    """Return the live gateways whose certificate is of one of these serving CAs, as far as they have said."""
+    return _behind(await queries.fetch("trust.gateways_serving_under", keys=list(keys), named_max=NAMED_MAX))
+
+
+async def gateways_without_node_ca(queries: Queries, *, key: str) -> Behind:
+    """Return the live gateways that do not believe this node CA, as far as they have said."""
+    return _behind(await queries.fetch("trust.gateways_without_node_ca", key=key, named_max=NAMED_MAX))
+
+
+async def tokens_before(queries: Queries, *, version: int, moment_ms: int) -> Behind:
+    """Return the join tokens that are good and were made before `version` was published; 0: before the moment."""
     return _behind(
-        await queries.fetch("trust.issued_before", moment_ms=moment_ms, grace_ms=grace_ms, named_max=NAMED_MAX)
+        await queries.fetch("trust.tokens_before", version=version, moment_ms=moment_ms, named_max=NAMED_MAX)
     )
 
 
@@ -165,8 +186,17 @@ async def nodes(
     return [NodeTrust(**{name: row[name] for name in NodeTrust.__dataclass_fields__}) for row in rows]
 
 
+async def _nodes_behind(
+    queries: Queries, statement: str, excepted: Sequence[str], of_excepted: bool, **asked: int
+) -> Behind:
+    named_max = EXCEPTED_MAX if of_excepted else NAMED_MAX
+    return _behind(
+        await queries.fetch(statement, excepted=list(excepted), of_excepted=of_excepted, named_max=named_max, **asked)
+    )
+
+
 def _behind(rows: Sequence[Row]) -> Behind:
-    return Behind(count=rows[0]["total"] if rows else 0, names=tuple(row["node_id"] for row in rows))
+    return Behind(count=rows[0]["total"] if rows else 0, names=tuple(row["name"] for row in rows))
 
 
 def _key(row: Row) -> TrustedKey:

@@ -88,7 +88,9 @@ def test_a_switch_waits_for_nodes_and_names_them() -> None:
         (Dependents(now_ms=rotation.SETTLE_MS - 1), "ask again in 1 ms"),
         (replace(LATER, open_commands=2), "2 commands"),
         (replace(LATER, specs=5), "specs of 5 nodes"),
-        (replace(LATER, behind=Behind(count=1, names=("n9",))), "1 nodes still depend .*: n9"),
+        (replace(LATER, behind=Behind(count=1, names=("n9",))), "1 nodes still depend .*: n9.*--except NODE"),
+        (replace(LATER, gateways=Behind(count=1, names=("gw-1",))), "1 gateways show a certificate .*: gw-1"),
+        (replace(LATER, tokens=Behind(count=1, names=("t-1",))), "1 join tokens that are good pin .*: t-1"),
     ],
 )
 def test_nothing_is_retired_that_something_depends_on(dependents: Dependents, says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,10 @@ from bettercompute.services.keys import KeyRing
 from bettercompute.services.pki_setup import initialise
 from bettercompute.services.provision import ProvisionService
 from bettercompute.services.rotating import Rotated, RotationService
-from bettercompute.store import audit
+from bettercompute.store import audit, leases
 from bettercompute.store import trust as stored_trust
 from bettercompute.store.database import Database
+from bettercompute.store.leases import Health, HeldCertificates, NewLease
 from bettercompute.store.signing import Signing
 from bettercompute.system import system_world
 from tests.unit.services.joining import INSTALLATION, Node, Plane
@@ -53,15 +55,15 @@ class Site:
             purpose=purpose, public_der=new.public_der, companion_der=new.companion_der, asked_by="ops"
         )
 
-    async def switch(self, purpose: Purpose) -> Rotated:
+    async def switch(self, purpose: Purpose, *, excepted: Sequence[str] = ()) -> Rotated:
         key_sha256 = rotation_files.next_key_sha256(self.folder, purpose)
-        rotated = await self.rotating.switch(purpose=purpose, key_sha256=key_sha256, asked_by="ops")
+        rotated = await self.rotating.switch(purpose=purpose, key_sha256=key_sha256, asked_by="ops", excepted=excepted)
         rotation_files.put_in_place(self.folder, purpose)
         return rotated
 
-    async def retire(self, purpose: Purpose) -> Rotated:
+    async def retire(self, purpose: Purpose, *, excepted: Sequence[str] = ()) -> Rotated:
         await self.database.query("UPDATE trust_keys SET changed_at = changed_at - interval '1 hour'")
-        rotated = await self.rotating.retire(purpose=purpose, asked_by="ops")
+        rotated = await self.rotating.retire(purpose=purpose, asked_by="ops", excepted=excepted)
         rotation_files.drop_previous(self.folder, purpose)
         return rotated
 
@@ -79,6 +81,18 @@ class Site:
             version,
             connected,
         )
+
+    async def gateway(
+        self, name: str, *, serving_ca_sha256: str | None = None, node_cas_sha256: Sequence[str] = ()
+    ) -> None:
+        """Have a gateway say what it shows and believes."""
+        lease = NewLease(name=name, token="t", advertise_url="u", internal_url="", version="0", stream_limit=1)
+        await leases.claim(self.database, lease)
+        held = HeldCertificates(
+            serving_not_after_ms=0, serving_ca_sha256=serving_ca_sha256, node_cas_sha256=tuple(node_cas_sha256)
+        )
+        health = Health(wall_ms=0, revocations_age_ms=0, certificates=held)
+        assert await leases.renew(self.database, name=name, token="t", stream_count=0, health=health)
 
 
 @pytest.fixture
@@ -216,11 +230,38 @@ async def test_the_join_keys(site: Site) -> None:
     assert newer.content.join_signing_keys == (second.join_signing.public_key(),)
 
 
+async def test_a_step_leaves_behind_whom_an_operator_names_and_says_so(site: Site) -> None:
+    for node_id in ("n1", "n2", "n3"):
+        await site.plane.joined(Node(), node_id=node_id)
+        await site.hold(node_id, version=1, connected=False)
+    await site.prepare(Purpose.SERVING_CA)
+    await site.hold("n3", version=2)
+    with pytest.raises(Refused, match=r"1 nodes do not hold trust version 2.*: n2; .*--except NODE"):
+        await site.switch(Purpose.SERVING_CA, excepted=["n1"])
+    # n3 is not behind, and n4 is nobody.
+    switched = await site.switch(Purpose.SERVING_CA, excepted=["n1", "n2", "n3", "n4"])
+    assert switched.left_behind == ("n1", "n2")
+    assert (await site.switch(Purpose.SERVING_CA, excepted=["n1", "n2"])).left_behind == ()
+    with pytest.raises(Refused, match="2 nodes still depend on the previous serving-ca: n1, n2;"):
+        await site.retire(Purpose.SERVING_CA)
+    assert (await site.retire(Purpose.SERVING_CA, excepted=["n1", "n2"])).left_behind == ("n1", "n2")
+    acts = [(entry.action, entry.details) for entry in await audit.list_page(site.database, page_size=2)]
+    assert acts == [
+        ("pki.retire", {"trustVersion": 3, "leftBehind": ["n1", "n2"]}),
+        ("pki.switch", {"trustVersion": 2, "leftBehind": ["n1", "n2"]}),
+    ]
+
+
 async def test_the_node_ca(site: Site) -> None:
     node = Node()
     joined = await site.plane.joined(node, node_id="n1")
     old_ca = site.ring.held().node_ca.certificate
+    await site.gateway("gw-1", node_cas_sha256=[certificates.spki_sha256(old_ca)])
     await site.prepare(Purpose.NODE_CA)
+    with pytest.raises(Refused, match=r"1 gateways do not know the next node-ca .*: gw-1; copy node-ca.pem"):
+        await site.switch(Purpose.NODE_CA)
+    believed = [site.folder.certificate("node-ca"), site.folder.certificate("node-ca-next")]
+    await site.gateway("gw-1", node_cas_sha256=[certificates.spki_sha256(one) for one in believed])
     await site.switch(Purpose.NODE_CA)
     await site.database.query("UPDATE node_certs SET issued_at = issued_at - interval '2 hours'")
     # A certificate of the old CA renews, and gets one of the new.
@@ -235,6 +276,11 @@ async def test_the_node_ca(site: Site) -> None:
     with pytest.raises(Refused, match="1 nodes still depend on the previous node-ca: n1;"):
         await site.retire(Purpose.NODE_CA)
     await site.database.query("UPDATE node_certs SET revoked_at = compute_now(), revocation_reason = 'lost'")
+    # One that a restore has forgotten is in use, too.
+    await site.hold("n1", version=1)
+    with pytest.raises(Refused, match="1 nodes still depend on the previous node-ca: n1;"):
+        await site.retire(Purpose.NODE_CA)
+    await site.hold("n1", version=1, connected=False)
     await site.retire(Purpose.NODE_CA)
     assert [ca.certificate for ca in site.ring.read().node_cas] == [new_ca]
 
@@ -248,6 +294,15 @@ async def test_the_serving_ca(site: Site) -> None:
         await site.switch(Purpose.SERVING_CA)
     await site.hold("n1", version=2, connected=False)
     await site.switch(Purpose.SERVING_CA)
+    await site.gateway("gw-1", serving_ca_sha256=old)
+    with pytest.raises(Refused, match="1 gateways show a certificate of the previous serving-ca: gw-1;"):
+        await site.retire(Purpose.SERVING_CA)
+    await site.gateway("gw-1", serving_ca_sha256=certificates.spki_sha256(site.folder.certificate("serving-ca")))
+    await site.plane.token()
+    await site.database.query("UPDATE join_tokens SET created_at = created_at - interval '3 hours'")
+    with pytest.raises(Refused, match="1 join tokens that are good pin the previous serving-ca alone: "):
+        await site.retire(Purpose.SERVING_CA)
+    await site.database.query("UPDATE join_tokens SET revoked_at = compute_now(), revoked_by = 'ops'")
     await site.retire(Purpose.SERVING_CA)
     [pin] = (await site.bundle()).content.serving_ca_pins
     assert pin != old

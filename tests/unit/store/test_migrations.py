@@ -5,14 +5,22 @@ import asyncio
 import pytest
 
 from bettercompute.errors import Bug, Refused
-from bettercompute.store import migrations
+from bettercompute.store import migrations, roles
 from bettercompute.store.database import DedicatedConnection, StatementFailed
 from bettercompute.store.migrations import Phase
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Three small migrations: an expansion, one that cannot run in a transaction, and a contraction at the end."""
+def folder(tmp_path, monkeypatch):
+    """Three small migrations: an expansion, one that cannot run in a transaction, and a contraction at the end.
+
+    Roles are the server's, and another test may have made the gateways' one, whose privileges name no table of these.
+    """
+
+    async def refresh(_: object) -> None:
+        pass
+
+    monkeypatch.setattr(roles, "refresh", refresh)
     write(tmp_path, "0001_first.expand.sql", "CREATE TABLE first (x int, old int); CREATE TABLE beside (x int);")
     concurrently = "CREATE INDEX CONCURRENTLY IF NOT EXISTS first_x ON first (x)"
     write(tmp_path, "0002_index.expand.sql", f"-- no-transaction\n{concurrently}")

@@ -15,7 +15,7 @@ GRANT SELECT (node_id, section, sha256, body, collected_at, received_at) ON inve
 GRANT UPDATE (sha256, body, collected_at, received_at) ON inventory_sections TO better_compute_gateway;
 GRANT INSERT (name, token, expires_at, advertise_url, internal_url, version, stream_limit, draining, drain_requested_at, drain_requested_by) ON leases TO better_compute_gateway;
 GRANT SELECT (name, token, expires_at, advertise_url, internal_url, version, stream_count, stream_limit, draining, started_at, renewed_at, retired_at, drain_requested_at, drain_requested_by) ON leases TO better_compute_gateway;
-GRANT UPDATE (expires_at, stream_count, draining, renewed_at, retired_at, clock_offset_ms, revocations_age_ms, serving_not_after) ON leases TO better_compute_gateway;
+GRANT UPDATE (expires_at, stream_count, draining, renewed_at, retired_at, clock_offset_ms, revocations_age_ms, serving_not_after, serving_ca_sha256, node_cas_sha256) ON leases TO better_compute_gateway;
 GRANT SELECT (serial, node_id, identity_generation, not_after, issued_at, allowed_kinds, first_used_at, superseded_at, revoked_at, revocation_reason, revocation_notice) ON node_certs TO better_compute_gateway;
 GRANT UPDATE (first_used_at, superseded_at, revoked_at, revocation_reason, revocation_notice) ON node_certs TO better_compute_gateway;
 GRANT DELETE ON node_conditions TO better_compute_gateway;

@@ -16,7 +16,8 @@ RETURNING name;
 UPDATE leases
    SET expires_at = compute_now() + ms(:lifetime_ms), renewed_at = compute_now(), stream_count = :stream_count,
        draining = :draining, clock_offset_ms = :wall_ms::bigint - to_ms(compute_now()),
-       revocations_age_ms = :revocations_age_ms, serving_not_after = at_ms(:serving_not_after_ms::bigint)
+       revocations_age_ms = :revocations_age_ms, serving_not_after = at_ms(:serving_not_after_ms::bigint),
+       serving_ca_sha256 = :serving_ca_sha256, node_cas_sha256 = :node_cas_sha256::text[]
  WHERE name = :name AND token = :token AND retired_at IS NULL
 RETURNING drain_requested_by;
 

@@ -43,25 +43,54 @@ UPDATE trust_keys SET first_version = :version
  WHERE first_version = 0 AND stage <> 'retired' AND purpose = ANY (:purposes::text[]);
 
 -- name: trust.connected_behind
--- other: an operator's step: the connected nodes that do not hold a version, and how many there are
-SELECT s.node_id, count(*) OVER () AS total FROM node_sessions s
+-- other: an operator's step: the connected nodes that do not hold a version, and how many there are; or which of those
+-- that are excepted do not
+SELECT s.node_id AS name, count(*) OVER () AS total FROM node_sessions s
  WHERE s.gateway_id IS NOT NULL AND s.trust_version < :version::bigint
+   AND (s.node_id = ANY (:excepted::text[])) = :of_excepted::boolean
  ORDER BY s.node_id LIMIT :named_max;
 
 -- name: trust.returning_behind
 -- other: an operator's step: nodes that may come back by their certificate and do not hold a version
-SELECT s.node_id, count(*) OVER () AS total FROM node_sessions s
- WHERE s.trust_version < :version::bigint AND EXISTS (
+SELECT s.node_id AS name, count(*) OVER () AS total FROM node_sessions s
+ WHERE s.trust_version < :version::bigint
+   AND (s.node_id = ANY (:excepted::text[])) = :of_excepted::boolean AND EXISTS (
    SELECT FROM node_certs c WHERE c.node_id = s.node_id AND c.revoked_at IS NULL AND c.superseded_at IS NULL
      AND c.not_after > compute_now() - ms(:grace_ms::bigint))
  ORDER BY s.node_id LIMIT :named_max;
 
 -- name: trust.issued_before
--- other: an operator's step: nodes whose certificate was issued before a moment and may still be used
-SELECT c.node_id, count(*) OVER () AS total FROM node_certs c
- WHERE c.revoked_at IS NULL AND c.superseded_at IS NULL AND c.issued_at < at_ms(:moment_ms::bigint)
-   AND c.not_after > compute_now() - ms(:grace_ms::bigint)
- GROUP BY c.node_id ORDER BY c.node_id LIMIT :named_max;
+-- other: an operator's step: nodes whose certificate was issued before a moment and may still be used, and those that are
+-- connected by one that is not on record, as after a restore: it goes there when they renew
+SELECT old.node_id AS name, count(*) OVER () AS total FROM (
+  SELECT c.node_id FROM node_certs c
+   WHERE c.revoked_at IS NULL AND c.superseded_at IS NULL AND c.issued_at < at_ms(:moment_ms::bigint)
+     AND c.not_after > compute_now() - ms(:grace_ms::bigint)
+  UNION
+  SELECT s.node_id FROM node_sessions s
+   WHERE s.gateway_id IS NOT NULL AND NOT EXISTS (SELECT FROM node_certs c WHERE c.serial = s.cert_serial)) old
+ WHERE (old.node_id = ANY (:excepted::text[])) = :of_excepted::boolean
+ ORDER BY old.node_id LIMIT :named_max;
+
+-- name: trust.gateways_serving_under
+-- other: an operator's step: live gateways whose certificate is of one of these serving CAs; a handful of rows
+SELECT l.name, count(*) OVER () AS total FROM leases l
+ WHERE l.retired_at IS NULL AND l.expires_at > compute_now() AND l.serving_ca_sha256 = ANY (:keys::text[])
+ ORDER BY l.name LIMIT :named_max;
+
+-- name: trust.gateways_without_node_ca
+-- other: an operator's step: live gateways that have said which node CAs they believe, and not this one; a handful of rows
+SELECT l.name, count(*) OVER () AS total FROM leases l
+ WHERE l.retired_at IS NULL AND l.expires_at > compute_now() AND NOT :key = ANY (l.node_cas_sha256)
+ ORDER BY l.name LIMIT :named_max;
+
+-- name: trust.tokens_before
+-- other: an operator's step: join tokens that are good and were made before a version was published, or before a moment
+SELECT t.token_id AS name, count(*) OVER () AS total FROM join_tokens t
+ WHERE t.used_at IS NULL AND t.revoked_at IS NULL AND t.expires_at > compute_now()
+   AND t.created_at < coalesce((SELECT b.created_at FROM trust_bundles b WHERE b.version = :version::bigint),
+                               at_ms(:moment_ms::bigint))
+ ORDER BY t.token_id LIMIT :named_max;
 
 -- name: trust.signed_under
 -- other: an operator's step: what has not ended and is signed under these roots
