@@ -94,14 +94,16 @@ class Site(World):
         self.wall_skew_ms = 0
         """How far the host's own clock is off."""
         self.lost_ms = 0
-        """Time that the node cannot know of: it passed between its last durable mark and a restart."""
+        """Time that the node cannot know of, at most: it passed between its last durable mark and a restart."""
         super().__init__()
         self.journal.mark_ms = START_MS
 
     def _boot_daemon(self) -> DaemonSession:
         self.processes += 1
         journal = self.journal
-        self.lost_ms += START_MS + self.now_ms - max(journal.confirmed_ms or START_MS, journal.mark_ms)
+        known_ms = max(journal.confirmed_ms or START_MS, journal.mark_ms)
+        # Of several restarts the largest gap: none adds to it, for each process counts on from what the last one knew.
+        self.lost_ms = max(self.lost_ms, START_MS + self.now_ms - known_ms)
         self.daemon, first = daemon_side.start(
             daemon_side.DaemonFacts(
                 node_id=NODE_ID,

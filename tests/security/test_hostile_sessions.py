@@ -6,8 +6,11 @@ Welcome, at once or, after a lie about the time, once the mark that the lie coul
 
 from __future__ import annotations
 
+import random
+import sys
+import time
 from collections.abc import Callable
-from itertools import product
+from itertools import count, product
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +27,7 @@ from tests.security.hostile import HOUR_MS, Site, body_of, signed
 from tests.unit.session.world_in_memory import START_MS
 
 DAY_MS = 24 * HOUR_MS
+SEARCH_S = 120.0
 LOCKED_OUT_AT_MOST_MS = AGREEMENT_MS + AHEAD_ALLOWED_MS
 """The host's clock agrees within an hour and moves the anchor, the mark passes that by an hour: no lie does more."""
 
@@ -341,7 +345,8 @@ def told(script: list[tuple[str, int]]) -> None:
         late_ms = [
             at_ms - ends_ms for at_ms, done in zip(site.started_at_ms, site.started, strict=True) if done == body
         ]
-        assert all(late <= site.lost_ms for late in late_ms), (late_ms, site.lost_ms)
+        late_at_most_ms = site.lost_ms + BACKWARDS_ALLOWED_MS
+        assert all(late <= late_at_most_ms for late in late_ms), (late_ms, late_at_most_ms)
 
 
 @settings(max_examples=60)
@@ -351,7 +356,21 @@ def test_no_sequence_of_lies_runs_what_it_must_not_or_locks_the_node_out(script:
 
 
 @pytest.mark.long
-@settings(max_examples=1_000)
-@given(st.lists(st.tuples(st.sampled_from(ACT_NAMES), st.integers(0, 10_000)), max_size=60))
-def test_no_long_sequence_of_lies_does_either(script: list[tuple[str, int]]) -> None:
-    told(script)
+def test_no_long_sequence_of_lies_does_either(capsys: pytest.CaptureFixture[str]) -> None:
+    """As many as two minutes of computing allow; each is drawn from its number, which a failure tells."""
+    begun_s, lies = time.process_time(), 0
+    for attempt in count(1):
+        dice = random.Random(attempt)
+        script = [(dice.choice(ACT_NAMES), dice.randrange(10_001)) for _ in range(dice.randrange(61))]
+        try:
+            told(script)
+        except AssertionError as error:
+            raise AssertionError(f"attempt {attempt}: {script}") from error
+        lies += len(script)
+        if time.process_time() - begun_s > SEARCH_S:
+            break
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n{attempt} sequences of {lies} acts in all, in {time.process_time() - begun_s:.0f} s of computing\n"
+        )
+    assert attempt > 100, "so few say nothing"
