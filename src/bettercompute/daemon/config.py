@@ -169,9 +169,14 @@ class _Reader:
         return self._take(key, default, limit, lambda number: low <= number <= high)
 
     def argv(self, key: str) -> tuple[str, ...]:
-        limit = 'must be a list of texts, the program first, as in ["/usr/sbin/reboot", "-f"]'
+        limit = f'must be a list of texts, the program first, as in ["/usr/sbin/reboot", "-f"], at most {LIST_MAX}'
         empty: list[str] = []
-        words: list[str] = self._take(key, empty, limit, _are_texts)
+
+        def fits(found: list[str]) -> bool:
+            can_be_run = _are_texts(found) and not any("\0" in word for word in found) and "" not in found[:1]
+            return can_be_run and len(found) <= LIST_MAX
+
+        words: list[str] = self._take(key, empty, limit, fits)
         return tuple(words)
 
     def texts(self, key: str, kind: str, holds: Callable[[str], bool]) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ class Packing:
     lines: int = 0
     read_bytes: int = 0
     truncated: bool = False
+    stopped: bool = False
+    """Set by another thread: take no more."""
     _sink: BinaryIO = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,8 +65,8 @@ class Packing:
             self._sink = packed  # type: ignore[assignment]  # only `write` and `close` are used
 
     def add(self, source: BinaryIO) -> None:
-        """Take the lines of a file that contain the text, until the bound."""
-        while not self.truncated and (line := source.readline(LINE_MAX_BYTES)):
+        """Take the lines of a file that contain the text, until the bound. A file may be endless, or grow for ever."""
+        while not (self.truncated or self.stopped) and (line := source.readline(LINE_MAX_BYTES)):
             if self.contains not in line:
                 continue
             if self.read_bytes + len(line) > self.limit_bytes:

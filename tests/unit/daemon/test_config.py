@@ -72,6 +72,9 @@ def test_every_key_is_taken() -> None:
         ("[inventory]\nrefresh_s = true", "inventory.refresh_s = True: it must be a whole number"),
         ("[reboot]\nallowed = 1", "reboot.allowed = 1: it must be true or false"),
         ("[reboot]\ncommand = [1]", "reboot.command = [1]: it must be a list of texts, the program first"),
+        ('[reboot]\ncommand = [""]', "reboot.command = ['']: it must be a list of texts, the program first"),
+        ('[reboot]\ncommand = ["/r", "\\u0000"]', "reboot.command = ['/r', '\\x00']: it must be a list of texts"),
+        (f"[reboot]\ncommand = {['x'] * 65}", "reboot.command = ['x', 'x'"),
         ('[reboot]\ncommand = ["x"]', "reboot.command and reboot.boot_id_file go together"),
         ('gateway_url = ["ftp://x"]', "gateway_url: "),
         (

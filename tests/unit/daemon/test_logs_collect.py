@@ -56,6 +56,11 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
             yield Place(bench, server, folder)
 
 
+def open_files() -> set[str]:
+    """What this process has open."""
+    return {os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()}
+
+
 def journalctl(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     program = folder / "bin" / "journalctl"
     program.parent.mkdir()
@@ -174,6 +179,21 @@ async def test_a_stalled_upload_is_broken_off_by_a_cancel(place: Place) -> None:
     await asyncio.wait_for(place.server.stalled.wait(), 30)
     place.bench.executor.stop("c1", "enough")
     assert (await place.bench.ending()).state is CommandState.CANCELLED
+
+
+@pytest.mark.parametrize("how", ["cancelled", "out of time"])
+async def test_a_file_without_an_end_is_not_read_on(place: Place, how: str) -> None:
+    file = place.write("a.log", b"")
+    os.truncate(file, 1 << 42)
+    payload = messages.LogsCollectPayload(upload_url=place.server.url, files=[file], contains="x")
+    place.bench.start(KIND, payload, timeout_ms=30_000 if how == "cancelled" else 300)
+    if how == "cancelled":
+        await asyncio.wait_for(place.bench.told.get(), 30)  # that it reads
+        place.bench.executor.stop("c1", "enough")
+    ending = await place.bench.ending()
+    assert ending.state is (CommandState.CANCELLED if how == "cancelled" else CommandState.FAILED)
+    assert ending.reason == ("cancelled" if how == "cancelled" else "timeout")
+    assert file not in open_files()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import BinaryIO
 
 from bettercompute.daemon import log_sources
@@ -21,6 +22,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, encode_result
 
 UNITS_MAX = 64
+STOP_S = 10.0
 _ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 _STDERR_BYTES = 4_096
 
@@ -111,7 +113,7 @@ async def _add_journal(context: HandlerContext, payload: messages.LogsCollectPay
             raise HandlerFailed(
                 "journal-failed", f"journalctl could not be read to the end: {said or 'no reason told'}"
             )
-        await asyncio.to_thread(packing.add, raw)
+        await _reading(context, packing, lambda: packing.add(raw))
 
 
 async def _add_files(
@@ -122,7 +124,7 @@ async def _add_files(
             raise HandlerCancelled
         await context.progress(f"reading {path}", 50 * done // len(payload.files))
         try:
-            await asyncio.to_thread(_add_file, context.config.value.logs.folders, path, packing)
+            await _reading(context, packing, partial(_add_file, context.config.value.logs.folders, path, packing))
         except Unreadable as error:
             result.unreadable.add(what=path, reason=error.stated)
 
@@ -130,6 +132,22 @@ async def _add_files(
 def _add_file(folders: tuple[str, ...], path: str, packing: Packing) -> None:
     with log_sources.open_below(folders, path) as file:
         packing.add(file)
+
+
+async def _reading(context: HandlerContext, packing: Packing, work: Callable[[], None]) -> None:
+    """Read in a thread that a cancel, or the end of the command's time, stops at its next line."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work))
+    cancelled = asyncio.ensure_future(context.cancelled.wait())
+    try:
+        await asyncio.wait({thread, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        cancelled.cancel()
+        packing.stopped = not thread.done()
+        # A disk that does not answer at all holds the thread, but not the command.
+        await asyncio.wait({thread}, timeout=STOP_S)
+    if packing.stopped:
+        raise HandlerCancelled
+    thread.result()
 
 
 async def _told(context: HandlerContext, spool: BinaryIO, size_bytes: int) -> AsyncIterator[bytes]:
