@@ -77,10 +77,17 @@ async def test_everything_that_a_gateway_runs_is_allowed(restricted: DedicatedCo
     assert len(asking) > 25
 
 
-# Writes of others that are made of what a gateway may write: it can end sessions and commands, and withhold by that.
+# Writes of others that are made of what a gateway may write: it can end sessions and commands, and withhold by that; it
+# can send what approvers have signed in another step than whoever leads the run.
 ALSO_ALLOWED = frozenset(
     {
-        *("certificates.revoke_generation", "certificates.supersede", "delivery.expire", "inventory.forget_hashes"),
+        *(
+            "approvers.release_step",
+            "certificates.revoke_generation",
+            "certificates.supersede",
+            "delivery.expire",
+            "inventory.forget_hashes",
+        ),
         *("leases.retire", "liveness.mark_disconnected", "liveness.mark_unreachable", "standing.end_commands"),
         "waiting.abandon",
     }
@@ -146,6 +153,42 @@ async def test_what_a_gateway_must_not_do_is_refused(what: str, restricted: Dedi
     with pytest.raises(StatementFailed) as refused:
         await restricted.script(FORBIDDEN[what])
     assert refused.value.sqlstate == "42501"
+
+
+TAKEN_BACK = {
+    "let a revoked certificate be good": "UPDATE node_certs SET revoked_at = NULL, revocation_reason = NULL",
+    "say why otherwise": "UPDATE node_certs SET revocation_reason = 'rejoined'",
+    "let an older copy be the node": "UPDATE node_certs SET superseded_at = NULL",
+    "let a used certificate count as unused": "UPDATE node_certs SET first_used_at = NULL",
+    "end a quarantine": "UPDATE nodes SET quarantined_at = NULL, quarantine_reason = NULL",
+}
+
+
+async def test_what_was_said_of_an_identity_is_not_taken_back(granted: str, restricted: DedicatedConnection) -> None:
+    owner = await DedicatedConnection.open(granted, application_name="tests")
+    try:
+        await owner.script(
+            "BEGIN; INSERT INTO nodes (node_id, site, role, attestor, quarantined_at, quarantine_reason)"
+            " VALUES ('marked', 's', 'node', 'a', now(), 'duplicate');"
+            "INSERT INTO node_certs (serial, node_id, identity_generation, csr_sha256, chain, not_before, not_after,"
+            " issued_at, first_used_at, superseded_at, revoked_at, revocation_reason) VALUES"
+            " ('0a', 'marked', 1, sha256('a'), 'c', now(), now() + interval '1 day', now(), now(), now(), now(),"
+            " 'stolen');"
+            "COMMIT"
+        )
+        try:
+            for connection in (restricted, owner):
+                for what, statement in TAKEN_BACK.items():
+                    with pytest.raises(StatementFailed) as refused:
+                        await connection.script(statement)
+                    assert refused.value.sqlstate == "42501", what
+            await owner.script(
+                "UPDATE nodes SET quarantined_at = NULL, quarantine_reason = NULL, identity_generation = 2"
+            )
+        finally:
+            await owner.script("DELETE FROM node_certs WHERE serial = '0a'; DELETE FROM nodes WHERE node_id = 'marked'")
+    finally:
+        await owner.close()
 
 
 async def test_tables_of_a_later_release_are_closed(dsn: str, granted: str, restricted: DedicatedConnection):
