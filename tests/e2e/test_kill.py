@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
 from bettercompute.cli.client import ApiClient
+from bettercompute.errors import BetterComputeError
 from bettercompute.store import embedded
 from tests.e2e.conftest import BCD, BETTER_COMPUTE, READY_S, Stack, until
 
@@ -193,8 +193,8 @@ class ControlPlane:
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-3000:]
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.api_url}/readyz", trust_env=False).is_success
+        with contextlib.suppress(BetterComputeError):
+            return bool(ApiClient(address=f"{self.api_url}", token="").get("/readyz"))
         return False
 
     def kill(self) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bettercompute.cli import bcd
 from bettercompute.cli.client import ApiClient
 from bettercompute.cli.provisioning import write_identity
-from tests.e2e.conftest import BCD, READY_S, WAIT_S, Stack, until
+from tests.e2e.conftest import BCD, READY_S, Stack, run_here, until
 from tests.e2e.test_roles import START_S, Site
+
+
+def _bcd() -> None:
+    sys.exit(bcd.run(sys.argv[1:]))
 
 
 class Daemon:
@@ -30,14 +36,7 @@ class Daemon:
             self.process = subprocess.Popen([*BCD, "node", "--config", str(self.config)], stdout=log, stderr=log)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*BCD, *arguments, "--config", str(self.config)],
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        return run_here(_bcd, "bcd", *arguments, "--config", str(self.config), check=False)
 
     def status(self, *, code: int) -> dict[str, Any]:
         """Wait until `bcd status` exits with this code."""

@@ -16,6 +16,7 @@ import pytest
 
 from bettercompute.cli.client import ApiClient
 from bettercompute.cli.provisioning import write_identity
+from bettercompute.errors import BetterComputeError
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.services import pki_setup
 from bettercompute.store.roles import GATEWAY
@@ -93,8 +94,8 @@ class Site:
     def answers(self) -> bool:
         for process in self.processes:
             assert process.poll() in (None, 0, -signal.SIGKILL), f"a process ended: look into {self.folder}"
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"http://127.0.0.1:{self.api_port}/readyz", trust_env=False).is_success
+        with contextlib.suppress(BetterComputeError):
+            return bool(ApiClient(address=f"http://127.0.0.1:{self.api_port}", token="").get("/readyz"))
         return False
 
     def client(self) -> ApiClient:
