@@ -84,7 +84,7 @@ class Executor:
     def stop(self, command_id: str, reason: str) -> None:
         """Ask a command to stop between two actions; its ending follows, whichever it will be."""
         run = self._running.get(command_id)
-        if run is not None:
+        if run is not None and not run.cancelled.is_set():  # the gateway says it again while the command goes on
             log.info("the control plane cancels a command", command_id=command_id, kind=run.kind, reason=reason)
             run.cancelled.set()
 
