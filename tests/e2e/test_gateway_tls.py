@@ -31,7 +31,7 @@ from bettercompute.transport.streams import (
 from tests.contract.gateway import seed
 from tests.contract.gateway.rig import Services
 
-WAIT_S = 15.0
+WAIT_S = 30.0
 WORLD = system_world()
 
 

@@ -103,6 +103,11 @@ def state_of(client: ApiClient, node_id: str) -> str:
     return str(client.get(f"/v1/nodes/{node_id}")["state"])
 
 
+def facts_of(client: ApiClient, node_id: str) -> list[str]:
+    facts = client.get(f"/v1/nodes/{node_id}")["inventory"]["facts"]["facts"]
+    return [fact["value"] for fact in facts]
+
+
 def start_command(client: ApiClient, node_id: str) -> str:
     made = client.post("/v1/commands", {"kind": "inventory.refresh", "nodes": [node_id], "timeout_ms": 60_000})
     return str(made["commands"][0]["id"])
@@ -133,13 +138,12 @@ def test_kill_of_bcd(stack: Stack, provisioned: tuple[str, Path], node: Node) ->
     second = node.wait_held()
     # The collector of the killed daemon does not run beside its retry.
     assert len(node.collectors()) == 1
-    assert command_of(stack.client, command_id)["state"] == "running"
+    until(lambda: command_of(stack.client, command_id)["state"] == "running", what="the running command")
     node.let_go(second)
     ended = until_ended(stack.client, command_id)
     assert (ended["state"], ended["attempt"]) == ("succeeded", 2)
     assert node.run_count() == 2
-    facts = stack.client.get(f"/v1/nodes/{node_id}")["inventory"]["facts"]["facts"]
-    assert [fact["value"] for fact in facts] == ["free"]
+    until(lambda: facts_of(stack.client, node_id) == ["free"], what="the facts that were collected")
 
 
 def test_a_cancel_ends_the_running_program(stack: Stack, provisioned: tuple[str, Path], node: Node) -> None:

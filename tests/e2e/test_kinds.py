@@ -118,7 +118,7 @@ def test_the_kinds(stack: Stack, provisioned: tuple[str, Path], node: Node, stor
     until(node.reboots.exists, what="the reboot command")
     # Told while the command runs: of a reboot nobody would hear it afterwards.
     until(lambda: printed(stack, command_id) == b"going down\n", what="what the reboot command printed")
-    assert stack.client.get(f"/v1/commands/{command_id}")["state"] == "running"
+    until(lambda: stack.client.get(f"/v1/commands/{command_id}")["state"] == "running", what="the running command")
     node.kill()
     node.start()
     until(lambda: stack.client.get(f"/v1/commands/{command_id}")["state"] == "succeeded", what="the proof by boot id")

@@ -106,8 +106,8 @@ def test_set_enforced_offline_and_patched(stack: Stack, node: Node) -> None:
     assert done.returncode == 0, done.stderr
     assert "+ host.huge_pages[0].count = " in done.stdout
     assert node.pages.read_text() == "16\n"
-    applied = [line["generation"] for line in node.logged() if line["event"] == "desired state applied"]
-    assert applied == [1, 2, 3]
+    applied = lambda: [line["generation"] for line in node.logged() if line["event"] == "desired state applied"]  # noqa: E731
+    until(lambda: applied() == [1, 2, 3], what="three applied generations in the log")
 
     diff = stack.run("spec", "diff", node.node_id, "--from", "1", "--json")
     assert json.loads(diff.stdout)["changes"] == [{"path": "host.huge_pages[0].count", "before": "64", "after": "16"}]
@@ -127,8 +127,12 @@ def test_parked_and_free_again(stack: Stack, node: Node) -> None:
         ("devices", "unsupported", "3"),
         ("host", "converged", ""),
     ]
-    conditions = stack.client.get(f"/v1/nodes/{node.node_id}")["conditions"]
-    assert ("SectionUnsupported", "3") in [(item["type"], item["reason"]) for item in conditions]
+
+    def unsupported() -> bool:
+        conditions = stack.client.get(f"/v1/nodes/{node.node_id}")["conditions"]
+        return ("SectionUnsupported", "3") in [(item["type"], item["reason"]) for item in conditions]
+
+    until(unsupported, what="the condition")
     done = spec_set(stack, node, {"host": {"huge_pages": [{"size_bytes": 2**30, "count": 1}]}}, "--wait", "40s")
     assert "host: huge pages of 1 GiB: this host has 2 MiB" in done.stderr
     assert spec_set(stack, node, {"host": pages(5)}, "--wait", "40s").returncode == 0

@@ -207,7 +207,7 @@ async def test_the_drain_command(site: Site, begun: Counter[str]) -> None:
         "SELECT payload ->> 'reason' AS reason FROM outbox WHERE type LIKE '%disconnected'"
     )
     # A node that the other gateway has welcomed before its end was written has lost nothing, and no disconnect is told.
-    assert {row["reason"] for row in reasons} == {"stream-ended"}
+    assert {row["reason"] for row in reasons} <= {"stream-ended"}
     assert len(reasons) <= on_first
     await site.assert_no_clones()
     [undone] = await gateway_command("drain", first_id, "--undo")
