@@ -110,8 +110,11 @@ class AttestationController:
 
 
 def judge_update(due: DueUpdate) -> Judged:
-    """Return the verdict over a command's end; what no node ever had needs no signature."""
-    if not due.sent:
+    """Return the verdict over a command's end; what no node ever had needs no signature.
+
+    That it was never sent is its gateways' word, and a success contradicts it.
+    """
+    if not due.sent and due.state != CommandState.SUCCEEDED:
         return Judged(Attestation.NONE)
     return rules.judge_update(
         command_id=due.command_id,
@@ -134,7 +137,11 @@ def judge_report(due: DueReport) -> JudgedReport:
     except DecodeError:
         return JudgedReport(due=due, judged=Judged(Attestation.FORGED, "the report does not decode"))
     judged = rules.judge_report(
-        report, node_id=due.node_id, newest_ms=due.newest_ms, keys=rules.public_keys(due.chains_pem)
+        report,
+        node_id=due.node_id,
+        newest_ms=due.newest_ms,
+        now_ms=due.now_ms,
+        keys=rules.public_keys(due.chains_pem),
     )
     if judged.attestation is not Attestation.VERIFIED:
         return JudgedReport(due=due, judged=judged)

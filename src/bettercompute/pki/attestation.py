@@ -20,6 +20,9 @@ from bettercompute.pki import certificates, signatures
 from bettercompute.protocol import messages
 from bettercompute.protocol.envelopes import attested_report_input, command_update_input
 
+AHEAD_MAX_MS = 2 * 3_600_000
+"""A node's confirmed time is ahead by an hour at most where its host's clock is right, whatever its gateways say."""
+
 
 class Attestation(StrEnum):
     """What is known of who said it."""
@@ -72,9 +75,13 @@ def judge_report(
     *,
     node_id: str,
     newest_ms: int,
+    now_ms: int,
     keys: Sequence[ec.EllipticCurvePublicKey],
 ) -> Judged:
-    """Return whether a status report carries the node's statement, newer than the newest one that verified."""
+    """Return whether a status report carries the node's statement, newer than the newest one that verified.
+
+    One from the future is not taken for the newest, or nothing that the node says until then would count.
+    """
     if not report.HasField("attested"):
         return Judged(Attestation.UNSIGNED, "no statement of the node came with it")
     judged = _judge(report.attested.signature.SerializeToString(), attested_report_input(report.attested.body), keys)
@@ -88,6 +95,8 @@ def judge_report(
         return Judged(Attestation.FORGED, f"the statement is node {body.node_id[:64]!a}'s")
     if body.at_ms < newest_ms:
         return Judged(Attestation.FORGED, f"the statement is of {body.at_ms} ms, one of {newest_ms} ms is known")
+    if body.at_ms > now_ms + AHEAD_MAX_MS:
+        return Judged(Attestation.FORGED, f"the statement is of {body.at_ms} ms, and it is {now_ms} ms")
     return judged
 
 

@@ -32,6 +32,8 @@ class DueReport:
     report: bytes
     received_at: str
     newest_ms: int
+    now_ms: int
+    """By the database, not by what a gateway says of when it came."""
     attestation: str
     chains_pem: tuple[bytes, ...]
 
@@ -95,6 +97,7 @@ async def due_reports(queries: Queries, *, page_size: int) -> list[DueReport]:
             report=row["report"],
             received_at=row["received_at"],
             newest_ms=row["attested_at_ms"] or 0,
+            now_ms=row["now_ms"],
             attestation=row["attestation"],
             chains_pem=tuple(row["chains"]),
         )

@@ -147,12 +147,13 @@ async def test_each_end_of_an_attested_command_is_judged_once(bench: Bench):
         "k": ("none", None, {"state": EXPIRED, "result": b"", "sent": False}),
         "l": ("forged", twisted, {}),
         "m": ("none", None, {"attestation": "none"}),
+        "n": ("unsigned", None, {"sent": False}),  # a success that was never sent
     }
     for command_id, (_, signature, changes) in expected.items():
         await bench.ended(command_id, signature=signature, **changes)  # type: ignore[arg-type]  # test data
     assert await bench.controller.reconcile() is False
     assert await bench.verdicts() == {command_id: verdict for command_id, (verdict, *_) in expected.items()}
-    suspicious = ["c", "d", "e", "f", "g", "h", "i", "l"]
+    suspicious = ["c", "d", "e", "f", "g", "h", "i", "l", "n"]
     assert await bench.told() == [(telemetry.EVENT_RESULT_NOT_ATTESTED, name) for name in suspicious]
     assert bench.counted("command-update", "forged") == 7
     assert bench.counted("command-update", "verified") == 2
@@ -177,6 +178,7 @@ async def test_a_statement_counts_when_the_node_signed_it_and_no_newer_one_is_kn
         (statement(key, at_ms=now_ms - 1), "forged", "is known"),
         (statement(key, at_ms=now_ms + 1, node_id="node-b"), "forged", "node-b"),
         (statement(bench.keys["other"], at_ms=now_ms + 1), "forged", "not pinned"),
+        (statement(key, at_ms=now_ms + 3 * 3_600_000), "forged", "and it is"),  # would be the newest for hours
         (statement(bench.keys["renewed"], at_ms=now_ms + 2), "verified", ""),
     ]
     for report, verdict, why in steps:
@@ -190,4 +192,4 @@ async def test_a_statement_counts_when_the_node_signed_it_and_no_newer_one_is_kn
     assert row["attested_body"] == steps[-1][0].attested.body
     # Told once while it lasts, not with each report.
     assert await bench.told() == [(telemetry.EVENT_REPORT_NOT_ATTESTED, None)]
-    assert bench.counted("attested-report", "forged") == 4
+    assert bench.counted("attested-report", "forged") == 5

@@ -31,7 +31,7 @@ RETURNING c.id;
 
 -- name: attestation.due_reports
 -- other: read by the controller
-SELECT t.node_id, t.report, to_ms(t.received_at) AS received_at_ms, t.received_at::text AS received_at,
+SELECT t.node_id, t.report, to_ms(compute_now()) AS now_ms, t.received_at::text AS received_at,
        to_ms(t.attested_at) AS attested_at_ms, t.attestation,
        ARRAY(SELECT s.chain FROM node_certs s
               WHERE s.node_id = t.node_id AND s.not_after > t.received_at - interval '1 day'
