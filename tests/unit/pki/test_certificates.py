@@ -271,6 +271,15 @@ def test_the_node_ca_signs_no_further_ca(node_ca):
     refused(der(Recipe().make(between), between.certificate), node_ca, why="does not verify")
 
 
+def test_a_ca_on_another_curve_is_refused():
+    key = ec.generate_private_key(ec.SECP384R1())
+    made = certificates.make_node_ca(serial=bytes(16), now_ms=NOW_MS)
+    itself = Authority(made.certificate, key)
+    root = Recipe(key=key, ca=True, key_cert_sign=True, digital_signature=False, usages=()).make(itself)
+    other = Authority(root, key)
+    refused(der(Recipe().make(other)), other, why="not on P-256")
+
+
 def test_a_leaf_signs_nothing(node_ca):
     key = certificates.generate_key()
     leaf = certificates.make_node_leaf(

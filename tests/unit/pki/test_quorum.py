@@ -53,6 +53,13 @@ def judge(offered: ApproverSet, *keys: ec.EllipticCurvePrivateKey, held: Approve
     return quorum.judge_set(held, offered, signed(offered, *keys), trust_domain=DOMAIN)
 
 
+def test_a_leaf_is_made_of_exactly_these():
+    body = b"a body"
+    content = b"".join(len(one).to_bytes(4, "big") + one for one in (b"c", b"n", b"k")) + hashlib.sha256(body).digest()
+    expected = hashlib.sha256(b"\x00" + content).digest()
+    assert quorum.batch_leaf(command_id="c", node_id="n", kind="k", body=body) == expected
+
+
 # Sets
 
 
@@ -232,6 +239,8 @@ def test_without_a_set_or_outside_its_tiers_nothing_needs_an_approval():
     bare = messages.Command(body=messages.CommandBody(kind="node.reboot").SerializeToString())
     assert approve(bare, held=NO_APPROVERS) is Approval.NOT_NEEDED
     assert approve(bare, held=replace(SET, tiers=(int(messages.DESTRUCTIVE_TIER_DISK),))) is Approval.NOT_NEEDED
+    with pytest.raises(Refused, match="without a batch approval"):
+        approve(bare, held=replace(SET, tiers=(0, NODE_TIER)))
     harmless = messages.Command(body=messages.CommandBody(kind="inventory.refresh").SerializeToString())
     assert approve(harmless) is Approval.NOT_NEEDED
 
