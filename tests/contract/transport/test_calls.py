@@ -298,7 +298,7 @@ async def test_unary_gives_up_in_time_and_cancels(connect):
     probe = Probe()
     connection = await connect(probe)
     with pytest.raises(Refused) as refusal:
-        await connection.unary("/m", b"", timeout_s=0.05)
+        await connection.unary("/m", b"", timeout_s=0.2)
     assert refusal.value.status == Status.DEADLINE_EXCEEDED
     server = await probe.calls.get()
     await server.wait_closed()
