@@ -18,7 +18,7 @@ from bettercompute.protocol.statuses import Status
 from bettercompute.store import leases
 from bettercompute.testing.fake_daemon import FakeDaemon
 from bettercompute.testing.fake_dial import in_memory
-from bettercompute.testing.profiles import Answer
+from bettercompute.testing.profiles import NEVER_ENDS
 from bettercompute.transport.memory import MemoryServer
 from tests.contract.gateway import seed
 from tests.contract.gateway.rig import WAIT_S, Rig
@@ -101,7 +101,7 @@ async def test_everybody_leaves_a_draining_gateway_with_their_work(rig):
         held = await leases.held(rig.database, name=rig.gateway.gateway_id)
         assert (held.nodes, held.names[0]) == (12, "node-000")
         for daemon in daemons:
-            daemon.levers.answer = Answer(delay_ms=1_500)
+            daemon.levers.answer = NEVER_ENDS
             await seed.add_command(rig.database, daemon.node_id, f"{daemon.node_id}-c")
         await rig.database.query("SELECT pg_notify('bc_dispatch', '*')")
         await rig.until(lambda: all(daemon.commands.held for daemon in daemons))
@@ -110,6 +110,7 @@ async def test_everybody_leaves_a_draining_gateway_with_their_work(rig):
         await rig.until(lambda: rig.gateway.session_count == 0)
         assert (await leases.held(rig.database, name=rig.gateway.gateway_id)).nodes == 0
         for daemon in daemons:
+            daemon.commands.finish(f"{daemon.node_id}-c")
             await rig.until_state(f"{daemon.node_id}-c", 5)
         rows = await rig.database.query("SELECT attempt FROM commands")
         assert {row["attempt"] for row in rows} == {1}, "what runs goes on and is not sent again"
