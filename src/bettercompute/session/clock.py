@@ -39,6 +39,8 @@ class Clock:
     session_at_ms: int = 0
     unconfirmed: bool = False
     """This session's time is too far ahead to be believed beyond it: condition `ClockUnconfirmed`."""
+    host_off: bool = False
+    """The host's own clock is far from the time that this session runs on: condition `HostClockOff`."""
     stored_at_ms: int | None = None
     """When the mark was last written."""
     looked_at_ms: int | None = None
@@ -135,7 +137,7 @@ def welcomed(
     session_ms = max(server_time_ms, clock.mark_ms, known or 0, running)
     unconfirmed = known is None or server_time_ms > known + AHEAD_ALLOWED_MS
     clock = replace(clock, session_ms=session_ms, session_at_ms=now_ms, unconfirmed=unconfirmed)
-    return _marked(clock, now_ms=now_ms)
+    return _marked(_compared(clock, wall_ms=wall_ms, now_ms=now_ms), now_ms=now_ms)
 
 
 def ticked(clock: Clock, *, wall_ms: int, now_ms: int) -> Clock:
@@ -147,7 +149,7 @@ def ticked(clock: Clock, *, wall_ms: int, now_ms: int) -> Clock:
         clock = _confirmed_by_host(clock, server_ms, wall_ms=wall_ms, now_ms=now_ms)
         known = confirmed_time(clock, now_ms=now_ms)
         clock = replace(clock, unconfirmed=known is None or server_ms > known + AHEAD_ALLOWED_MS)
-    return _marked(clock, now_ms=now_ms)
+    return _marked(_compared(clock, wall_ms=wall_ms, now_ms=now_ms), now_ms=now_ms)
 
 
 def store_due(clock: Clock, *, now_ms: int) -> bool:
@@ -185,6 +187,11 @@ def _confirmed_by_host(clock: Clock, server_time_ms: int, *, wall_ms: int, now_m
     if known is not None and known >= server_time_ms:
         return clock
     return replace(clock, confirmed_ms=server_time_ms, confirmed_at_ms=now_ms)
+
+
+def _compared(clock: Clock, *, wall_ms: int, now_ms: int) -> Clock:
+    """Note whether the host's clock is far off. A gateway that lies as that clock does would be believed for good."""
+    return replace(clock, host_off=abs(wall_ms - session_time(clock, now_ms=now_ms)) > AGREEMENT_MS)
 
 
 def _marked(clock: Clock, *, now_ms: int) -> Clock:

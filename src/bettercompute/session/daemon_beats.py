@@ -21,7 +21,7 @@ from bettercompute.session.effects import (
     StoreTime,
 )
 from bettercompute.session.inputs import DaemonTick
-from bettercompute.session.welcome import clock_condition
+from bettercompute.session.welcome import clock_condition, host_clock_change
 
 Outcome = tuple[DaemonSession, tuple[DaemonEffect, ...]]
 
@@ -96,6 +96,8 @@ def _beat(state: DaemonSession, given: DaemonTick, *, now_ms: int) -> Outcome:
     effects.append(SendAgentFrame(messages.AgentFrame(heartbeat=beat)))
     if judged.unconfirmed != before.unconfirmed:
         effects.append(clock_condition(judged))
+    if (judged.host_off, judged.unconfirmed) != (before.host_off, before.unconfirmed):
+        effects += host_clock_change(before, judged)
     if not state.refused_reported:
         # Not at each refusal: a gateway must not make this node report as fast as it can forge.
         state, report = report_status(state)

@@ -33,6 +33,7 @@ from bettercompute.session.reconnect import Backoff
 from bettercompute.session.refusals import Relayed
 
 CLOCK_UNCONFIRMED = "ClockUnconfirmed"
+HOST_CLOCK_OFF = "HostClockOff"
 NEW_JOURNAL = "new-journal"
 
 # The gateway's end
@@ -125,8 +126,9 @@ def apply_welcome(
 
     What the daemon owes (sections, results, events, status) is the caller's to send once the state is live.
     """
+    before = state.clock
     judged = clock.welcomed(
-        state.clock,
+        before,
         server_time_ms=welcome.server_time_ms,
         wall_ms=wall_ms,
         now_ms=now_ms,
@@ -160,11 +162,16 @@ def apply_welcome(
         )
         ended = replace(state, phase=Phase.ENDING)
         return ended, (*writes, TakeNewJournalId(), Warn(NEW_JOURNAL, message), EndSession(NEW_JOURNAL, message))
-    return _go_live(state, welcome, writes, now_ms=now_ms)
+    return _go_live(state, welcome, writes, before=before, now_ms=now_ms)
 
 
 def _go_live(
-    state: DaemonSession, welcome: messages.Welcome, writes: tuple[DaemonEffect, ...], *, now_ms: int
+    state: DaemonSession,
+    welcome: messages.Welcome,
+    writes: tuple[DaemonEffect, ...],
+    *,
+    before: clock.Clock,
+    now_ms: int,
 ) -> tuple[DaemonSession, tuple[DaemonEffect, ...]]:
     interval_ms = liveness.heartbeat_interval_obeyed(welcome.heartbeat_interval_ms)
     # An ack past the journal's own end would have been a rollback; never believe more than was written.
@@ -199,7 +206,7 @@ def _go_live(
             for lane in welcome.lane_credits
         },
     )
-    others: list[DaemonEffect] = [clock_condition(state.clock)]
+    others: list[DaemonEffect] = [clock_condition(state.clock), *host_clock_change(before, state.clock)]
     if welcome.HasField("trust"):
         others.append(ApplyTrust(welcome.trust))
     return state, (*writes, *others)
@@ -218,3 +225,16 @@ def clock_condition(judged: clock.Clock) -> SetCondition:
         if judged.unconfirmed
         else "",
     )
+
+
+def host_clock_change(before: clock.Clock, judged: clock.Clock) -> tuple[SetCondition, ...]:
+    """Return that the host's clock needs setting though the server's time is believed, or needs it no more."""
+    off = judged.host_off and not judged.unconfirmed
+    if not off:
+        return (SetCondition(HOST_CLOCK_OFF, holds=False),) if before.host_off else ()
+    message = (
+        "this host's clock is more than 1 h from the control plane's time: run a time service (chrony, "
+        "systemd-timesyncd). Until then a gateway that lies as this clock does is believed; should one have done so, "
+        "the way back is `bcd clock reset`, once the clock is right"
+    )
+    return (SetCondition(HOST_CLOCK_OFF, holds=True, reason="host-clock-off", message=message),)

@@ -123,7 +123,7 @@ def waiting(phase: Phase) -> tuple[Migration, ...]:
         (fleet.judge_rejoin(NODES), WARNING, "certificates have all ended"),
         (fleet.judge_quarantined([]), OK, "no identity"),
         (fleet.judge_quarantined(NODES), FAILED, "2 nodes in quarantine"),
-        (fleet.judge_clocks([]), OK, "no node doubts"),
+        (fleet.judge_clocks([]), OK, "no node has a clock"),
         (fleet.judge_clocks(NODES), WARNING, "more than an hour"),
         (fleet.judge_unsettled([]), OK, "within 10 min"),
         (fleet.judge_unsettled(NODES), WARNING, "lost at least 5 sessions"),

@@ -327,6 +327,25 @@ def test_a_clock_that_cannot_be_confirmed_is_a_condition() -> None:
     assert effects.StoreTime(START_MS, START_MS) in done
 
 
+def host_clock(done: tuple[DaemonEffect, ...]) -> list[bool]:
+    """Return what was said of the host's clock, in order."""
+    conditions = [effect for effect in done if isinstance(effect, effects.SetCondition)]
+    return [one.holds for one in conditions if one.type == "HostClockOff"]
+
+
+def test_a_host_clock_far_from_a_time_that_is_believed_is_a_condition() -> None:
+    frame = messages.ServerFrame(welcome=welcome())
+    ahead_ms = START_MS + 30 * 24 * 3_600_000
+    state, done = step(dialed(), inputs.ServerFrameReceived(frame, wall_ms=ahead_ms))
+    assert host_clock(done) == [True]
+    state, done = step(state, inputs.DaemonTick(wall_ms=ahead_ms + 10_000, load=LOAD, last_heard_ms=0), now_ms=10_000)
+    assert host_clock(done) == []
+    state, done = step(state, inputs.DaemonTick(wall_ms=START_MS + 20_000, load=LOAD, last_heard_ms=0), now_ms=20_000)
+    assert host_clock(done) == [False]
+    # What the clock lay about has not moved the node's own time.
+    assert state.clock.mark_ms <= START_MS + 20_000
+
+
 # Deliveries
 
 

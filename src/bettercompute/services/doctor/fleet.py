@@ -15,7 +15,7 @@ EXPIRING_WITHIN_MS = 4 * 3_600_000
 UNSETTLED_WITHIN_MS = 600_000
 UNSETTLED_ENDS_MIN = 5
 
-CLOCKS = ("ClockUnconfirmed",)
+CLOCKS = ("ClockUnconfirmed", "HostClockOff")
 DISKS = ("JournalFull", "JournalDiskFull")
 REFUSALS = ("TrustBundleRefused", "ApproverSetRefused", "SpecRefused")
 
@@ -75,12 +75,13 @@ async def check_clocks(around: Surroundings) -> Finding:
 
 
 def judge_clocks(unconfirmed: Sequence[Named]) -> Finding:
-    """Judge those whose own clock is far from the control plane's."""
+    """Judge those whose own clock is far from the control plane's, whether they believe that or not."""
     if not unconfirmed:
-        return ok("no node doubts the time that it is told")
+        return ok("no node has a clock of its own that is far from the time that it is told")
     return warning(
         f"{count_of(unconfirmed)} with a clock of their own that is more than an hour from the control plane's",
-        cure="set the clocks of these hosts (chrony); or, if theirs are right, db.clock and gateways.clocks",
+        cure="set the clocks of these hosts (chrony): a gateway that lies as such a clock does is believed, and locks "
+        "the node out until `bcd clock reset`; or, if theirs are right, see db.clock and gateways.clocks",
         nodes=unconfirmed,
     )
 
