@@ -154,7 +154,7 @@ def knock(site: Site, folder: KeyFolder, *, certificate: str | None) -> str:
     if certificate is not None:
         context.load_cert_chain(folder.path(f"{certificate}.pem"), folder.path(f"{certificate}.key"))
     url = f"https://localhost:{site.internal_port}/internal/v1/trust-bundle"
-    with httpx.Client(verify=context, trust_env=False) as client:
+    with httpx.Client(verify=context, trust_env=False, timeout=30) as client:
         try:
             return f"HTTP {client.get(url).status_code}"
         except httpx.TransportError:

@@ -167,7 +167,7 @@ async def test_a_role_without_a_caller_is_our_fault(clients, context, monkeypatc
 async def test_over_a_socket_a_refused_sender_sees_the_answer(clients, context):
     server = HttpServer(create_app(context), listener=listen("127.0.0.1", 0, purpose="api"))
     try:
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
             unknown = await client.post("/v1/commands", content=b"x" * (2 << 20))
             assert unknown.status_code == 401
             large = await client.post(

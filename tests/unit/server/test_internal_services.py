@@ -144,7 +144,7 @@ async def test_a_request_over_its_bound_is_not_sent(secrets: ServerSecrets) -> N
 async def stranger(url: str, secrets: ServerSecrets) -> AsyncIterator[httpx.AsyncClient]:
     """A client with a good certificate and manners of its own."""
     context = dialer_tls(lambda: secrets)()
-    async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False, timeout=30) as client:
         yield client
 
 
@@ -333,7 +333,7 @@ async def test_without_a_certificate_or_tls_1_3_nobody_calls(site: Site, secrets
     old.maximum_version = ssl.TLSVersion.TLSv1_2
     async with serving(told, secrets) as url:
         for context in (nobody, old):
-            async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False, timeout=30) as client:
                 with pytest.raises(httpx.TransportError):
                     await client.get("/internal/v1/trust-bundle")
     assert not told.asked
