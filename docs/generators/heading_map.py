@@ -1,10 +1,10 @@
-"""The map: which module is which heading of the documentation, which tests import it, and which stories tell it."""
+"""The map: which module is which heading of the documentation, which tests are of it, and which stories tell it."""
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from docs.generators import references
@@ -18,14 +18,15 @@ INTRODUCTION = """\
 # Map
 
 From a heading of these pages to the modules that are it, and to their tests: those named after a module, else those
-that import it, and the stories whose first paragraph names the heading. A module names its heading in its docstring.
-Modules without a row serve several headings; [architecture.md](architecture.md) says what their packages do."""
+that import it, those whose docstring names the heading, and the stories whose first paragraph does. A module names its
+heading in its docstring. Modules without a row serve several headings; [architecture.md](architecture.md) says what
+their packages do."""
 
 
 def page(root: Path) -> str:
     """Return docs/map.md."""
-    modules = _modules_by_heading(root / "src")
-    tests = _tests_by_module(root)
+    modules = _by_docstring((root / "src").rglob("*.py"))
+    tests, naming = _tests_by_module(root), _by_docstring((root / "tests").rglob("test_*.py"))
     stories = _stories_by_heading(root)
     named = sorted({reference.page for reference in modules} - set(FIRST_PAGES))
     lines = [generated("the docstrings of src/, the imports of tests/ and its stories"), "", INTRODUCTION]
@@ -39,7 +40,12 @@ def page(root: Path) -> str:
                     " <br> ".join(
                         _link(test, root)
                         for test in (
-                            *_tests_of(modules[Reference(name, heading)], root, tests),
+                            *sorted(
+                                {
+                                    *_tests_of(modules[Reference(name, heading)], root, tests),
+                                    *naming[Reference(name, heading)],
+                                }
+                            ),
                             *stories[Reference(name, heading)],
                         )
                     ),
@@ -52,9 +58,10 @@ def page(root: Path) -> str:
     return "\n".join(lines)
 
 
-def _modules_by_heading(source: Path) -> dict[Reference, list[Path]]:
+def _by_docstring(paths: Iterable[Path]) -> dict[Reference, list[Path]]:
+    """Return which of these modules name a heading in their docstring."""
     found: dict[Reference, list[Path]] = defaultdict(list)
-    for path in sorted(source.rglob("*.py")):
+    for path in sorted(paths):
         if "gen" in path.parts:
             continue
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""

@@ -1,4 +1,7 @@
-"""The simulator over seeds: no promise broken, and everything settled after the last fault."""
+"""The simulator over seeds: no promise broken, and everything settled after the last fault.
+
+See docs/simulator.md, "The database".
+"""
 
 from __future__ import annotations
 

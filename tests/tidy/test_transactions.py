@@ -1,6 +1,7 @@
 """Inside a transaction nothing is awaited but its connection: not a timer, not a lock, not another connection.
 
-A transaction that waits for anything else holds its row locks for that long, and would stop the simulator's clock.
+A transaction that waits for anything else holds its row locks for that long, and would stop the simulator's clock. See
+docs/simulator.md, "The database".
 """
 
 from __future__ import annotations

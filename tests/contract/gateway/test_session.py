@@ -1,4 +1,4 @@
-"""A session from Hello to its end, on a real database."""
+"""A session from Hello to its end, on a real database. See docs/gateway.md, "Liveness"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What operators say of a node, at the gateways: locks and revocations end sessions everywhere and let none begin."""
+"""What operators say of a node, at the gateways: locks and revocations end sessions everywhere and let none begin.
+
+See docs/gateway.md, "Liveness".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A trust bundle that is published while nodes are connected: each that was told an older one is asked to come anew."""
+"""A trust bundle that is published while nodes are connected: each that was told an older one is asked to come anew.
+
+See docs/rotation.md, "How nodes hear".
+"""
 
 from __future__ import annotations
 

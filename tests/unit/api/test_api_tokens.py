@@ -1,4 +1,7 @@
-"""API tokens: made once, listed without their secret, useless once revoked; and what a label scope lets through."""
+"""API tokens: made once, listed without their secret, useless once revoked; and what a label scope lets through.
+
+See docs/operations.md, "Who may do what".
+"""
 
 from __future__ import annotations
 

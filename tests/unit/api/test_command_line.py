@@ -1,4 +1,7 @@
-"""The command line against the API over a socket: rolling runs, live output, and an API that restarts meanwhile."""
+"""The command line against the API over a socket: rolling runs, live output, and an API that restarts meanwhile.
+
+See docs/operations.md, "Runs".
+"""
 
 from __future__ import annotations
 

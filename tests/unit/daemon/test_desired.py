@@ -1,4 +1,7 @@
-"""The desired state a node holds: what is taken, kept, refused, and how its sections stand."""
+"""The desired state a node holds: what is taken, kept, refused, and how its sections stand.
+
+See docs/desired-state.md, "A section of your own".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Huge pages: written to the kernel's files and read back, and every way in which that fails in words."""
+"""Huge pages: written to the kernel's files and read back, and every way in which that fails in words.
+
+See docs/desired-state.md, "A section of your own".
+"""
 
 from __future__ import annotations
 
