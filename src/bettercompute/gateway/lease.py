@@ -121,7 +121,7 @@ class LeaseKeeper:
             await self._disconnect()
             return False
         if not matched:
-            log.error("lease retired: the row is gone, this gateway id never serves again")
+            log.error("lease gone: this gateway id never serves again")
             self._fence.retire()
         else:
             self._fence.renewed(started_ms=started_ms)

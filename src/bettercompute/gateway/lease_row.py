@@ -24,16 +24,20 @@ class StoreLeaseConnection:
         draining: Callable[[], bool],
         health: Callable[[], Health],
         learned: Callable[[Renewal], object],
+        same_database: Callable[[str], bool],
     ) -> None:
+        """Follow the row; `same_database` is told the database's timeline and says whether the lease still is one."""
         self._connection = connection
         self._row = row
         self._draining = draining
         self._health = health
         self._learned = learned
+        self._same_database = same_database
 
     async def claim(self) -> bool:
         """Insert or extend the row."""
-        return await leases.claim(self._connection, self._row)
+        claimed = await leases.claim(self._connection, self._row)
+        return claimed and self._same_database(await leases.timeline(self._connection))
 
     async def renew(self, *, streams: int) -> bool:
         """Extend the row."""
@@ -45,9 +49,10 @@ class StoreLeaseConnection:
             draining=self._draining(),
             health=self._health(),
         )
-        if renewal is not None:
-            self._learned(renewal)
-        return renewal is not None
+        if renewal is None or not self._same_database(renewal.timeline):
+            return False
+        self._learned(renewal)
+        return True
 
     async def release(self) -> None:
         """Retire the row."""

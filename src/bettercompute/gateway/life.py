@@ -123,6 +123,8 @@ class GatewayLife:
         self._last_hello_ms: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._enforced_opening = 0
+        self._timeline: str | None = None
+        """The database's, as the first renewal read it. Written by the lease's thread."""
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
         keeper = LeaseKeeper(
@@ -151,8 +153,30 @@ class GatewayLife:
             drain_requested_by=self.drain_requested_by,
         )
         return StoreLeaseConnection(
-            connection, row, draining=lambda: self.draining, health=self._health, learned=self._learned
+            connection,
+            row,
+            draining=lambda: self.draining,
+            health=self._health,
+            learned=self._learned,
+            same_database=self._same_database,
         )
+
+    def _same_database(self, timeline: str) -> bool:
+        """Say, on the lease's thread, whether the database goes on as the one that this life began with.
+
+        A standby that was promoted, or a backup that was restored, may lack what sessions here have told their nodes
+        is stored; only their next Hello finds out what. So this life ends, and every session with it.
+        """
+        if self._timeline is None:
+            self._timeline = timeline
+        if timeline == self._timeline:
+            return True
+        log.error(
+            "the database is on another timeline: it may lack the last commits, and every session says Hello anew",
+            timeline=timeline,
+            before=self._timeline,
+        )
+        return False
 
     def _learned(self, renewal: Renewal) -> None:
         """Note, on the lease's thread, what the row says; the watch follows it."""

@@ -55,6 +55,8 @@ class Renewal:
 
     drain_requested_by: str | None
     """Who wants it to drain; None: nobody."""
+    timeline: str
+    """Which of PostgreSQL's timelines the database is on; empty where it does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,14 @@ async def renew(
         serving_ca_sha256=None if held is None else held.serving_ca_sha256,
         node_cas_sha256=None if held is None else list(held.node_cas_sha256),
     )
-    return None if row is None else Renewal(drain_requested_by=row["drain_requested_by"])
+    return None if row is None else Renewal(drain_requested_by=row["drain_requested_by"], timeline=row["timeline"])
+
+
+async def timeline(queries: Queries) -> str:
+    """Return which of PostgreSQL's timelines the database is on: another one once a standby was promoted."""
+    [row] = await queries.fetch("leases.timeline")
+    told: str = row["timeline"]
+    return told
 
 
 async def release(queries: Queries, *, name: str, token: str) -> bool:

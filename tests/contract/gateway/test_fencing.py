@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -70,6 +71,26 @@ async def test_a_retired_gateway_starts_over_under_a_new_id(rig):
     again = await rig.connect(node)
     assert again.welcome.gateway_id == rig.gateway.gateway_id != before
     assert again.welcome.epoch == 2
+
+
+async def test_a_database_that_was_promoted_ends_every_session_and_begins_another_life(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    before = rig.gateway.gateway_id
+    [told] = await rig.database.query(
+        "SELECT pg_get_functiondef('database_timeline'::regproc) AS definition, database_timeline() AS timeline"
+    )
+    assert re.fullmatch("[0-9A-F]{8}", told["timeline"])
+    await rig.database.query(
+        "CREATE OR REPLACE FUNCTION database_timeline() RETURNS text LANGUAGE sql STABLE AS $$ SELECT 'another' $$"
+    )
+    try:
+        assert (await daemon.end())[:2] == (Status.UNAVAILABLE, "fenced")
+        await rig.until(lambda: rig.gateway.gateway_id not in {"", before})
+        await asyncio.wait_for(rig.gateway.until_ready(), WAIT_S)
+        assert (await rig.connect(node)).welcome.epoch == 2
+    finally:
+        await rig.database.query(told["definition"])
 
 
 async def test_a_disconnect_write_names_its_own_session_only(rig):

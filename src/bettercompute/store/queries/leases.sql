@@ -19,7 +19,11 @@ UPDATE leases
        revocations_age_ms = :revocations_age_ms, serving_not_after = at_ms(:serving_not_after_ms::bigint),
        serving_ca_sha256 = :serving_ca_sha256, node_cas_sha256 = :node_cas_sha256::text[]
  WHERE name = :name AND token = :token AND retired_at IS NULL
-RETURNING drain_requested_by;
+RETURNING drain_requested_by, database_timeline() AS timeline;
+
+-- name: leases.timeline
+-- other: read
+SELECT database_timeline() AS timeline;
 
 -- name: leases.release
 -- other: an orderly stop of the gateway itself

@@ -25,6 +25,8 @@ from bettercompute.testing.thread_connection import ThreadConnection
 _CLOCK = """
 CREATE OR REPLACE FUNCTION compute_now() RETURNS timestamptz LANGUAGE sql STABLE PARALLEL SAFE
   AS $$ SELECT timestamptz 'epoch' + current_setting('sim.now_ms')::bigint * interval '1 millisecond' $$;
+CREATE OR REPLACE FUNCTION database_timeline() RETURNS text LANGUAGE sql STABLE
+  AS $$ SELECT current_setting('sim.timeline') $$;
 """
 
 # Planning costs more than running where tables are this small.
@@ -125,6 +127,8 @@ class SimulatedServer:
 
     def __init__(self, dsn: str, *, clock: SimulatedClock, channels: Sequence[str]) -> None:
         self.weather = Weather()
+        self.timeline = 1
+        """Another one after each promotion and each restore."""
         self.statements = 0
         self.transactions = 0
         self.on_commit: Callable[[str, list[Notification]], None] = lambda _client, _heard: None
@@ -132,7 +136,7 @@ class SimulatedServer:
         self._thread = ServerThread(dsn, channels=channels)
         self._clock = clock
         self._open: Link | None = None
-        self._set: tuple[int, str] | None = None
+        self._set: tuple[int, str, int] | None = None
         self._read_only: bool | None = None
         self._links: dict[int, Link] = {}
         self._listeners: dict[str, dict[int, tuple[Link, Callable[[str], None]]]] = {}
@@ -162,7 +166,8 @@ class SimulatedServer:
         return rows
 
     def script(self, sql: str) -> None:
-        """Change the tables from outside the simulation, at no virtual time."""
+        """Change the tables from outside the simulation, at no virtual time; nobody is told."""
+        self._prepare(SIMULATOR)
         self._thread.call(lambda connection: connection.script(sql))
         self._thread.heard()
 
@@ -232,10 +237,11 @@ class SimulatedServer:
         return rows
 
     def _prepare(self, client: str, *, begin: bool = False) -> None:
-        wanted = (self.now_ms(), client)
+        wanted = (self.now_ms(), client, self.timeline)
         sql = self._standing(client) + ("BEGIN;" if begin else "")
         if self._set != wanted:
             sql += f"SET sim.now_ms = '{wanted[0]}'; SET sim.client = '{client}';"
+            sql += f"SET sim.timeline = '{self.timeline}';"
         if sql:
             self._thread.call(lambda connection: connection.script(sql))
             self._set = wanted
