@@ -10,8 +10,9 @@ export UV_SYSTEM_CERTS ?= 1
 UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv
 # Each prints one line a figure; together they take under 6 minutes on 2 quiet cores.
 BENCHES := gateway_streams commands events journal bcd_idle herd herd_sim
-# Test processes: one per core.
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# One test process more than cores: a fifth of their time tests wait for other processes. The long runs only compute.
+TEST_JOBS ?= $(shell expr $(JOBS) + 1)
 
 # What `make sim` runs: one seed or a range (1..200), a scenario's name or file.
 SEED ?= 1
@@ -43,7 +44,7 @@ demo: $(VENV)/.runtime  ## control plane and three real nodes on this host; ONCE
 	$(BIN)/better-compute dev --nodes 3 $(if $(ONCE),--once)
 
 test: $(VENV)/.dev  ## all tests but the exhaustive ones, in under 8 minutes on 2 cores
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 
 test-long: $(VENV)/.dev  ## the exhaustive runs
 	$(BIN)/python -m pytest -n $(JOBS) -m long --timeout 3600

@@ -190,8 +190,8 @@ def chosen(count: int, *, of: int, seed: int) -> list[int]:
 @pytest.mark.timeout(300)
 async def test_a_sample_of_kills(tmp_path: Path) -> None:
     async with open_plane(tmp_path) as plane:
-        await daemons(plane, [*chosen(5, of=SWEEP, seed=1), *range(SWEEP, SWEEP + 2)])
-        await gateways(plane, (2, 4, 5, 7), lanes=1, victims=("gateway", "backend", "postgres"))
+        await daemons(plane, [*chosen(4, of=SWEEP, seed=1), SWEEP])
+        await gateways(plane, (2, 5, 7), lanes=1, victims=("gateway", "backend", "postgres"))
 
 
 LONG = [pytest.mark.long, pytest.mark.timeout(3_600)]
