@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from bettercompute.daemon.group_commit import JOURNAL_DISK_FULL, JOURNAL_FULL, JournalHealth
 from bettercompute.daemon.inventory.pressure import PressureMeter
+from bettercompute.daemon.journal_records import JOURNAL_DISK_FULL, JOURNAL_FULL, JournalHealth
 from bettercompute.daemon.status import ConditionStatus
 from bettercompute.protocol import messages
 from bettercompute.protocol.limits import MAX_CONDITIONS, MAX_SENTENCE_CHARS

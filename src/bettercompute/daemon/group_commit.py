@@ -2,7 +2,8 @@
 
 Everybody who writes while a commit is under way shares the next one (measured: 490 entries/s alone, 36,000/s with 64
 waiting). On a full disk or at the bound, new commands and events are refused, the ballast is freed for what was already
-promised, and the rest waits; room is looked for every second, and nobody has to restart anything. See docs/delivery.md,
+promised, and the rest waits; room is looked for every second, and nobody has to restart anything. The log's own space
+is taken beforehand, so that cursors and results can be written when others have filled the disk. See docs/delivery.md,
 "The journal"; decisions 0083 and 0115.
 """
 
@@ -18,14 +19,17 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from bettercompute.daemon.journal import JournalDatabase
-from bettercompute.daemon.journal_files import Ballast, FolderLock, companions, prepare_folder
+from bettercompute.daemon.journal_files import Ballast, FolderLock, companions, prepare_folder, reserve
 from bettercompute.daemon.journal_records import (
+    JOURNAL_DISK_FULL,
+    JOURNAL_FULL,
     LIMITS,
     REFUSABLE,
     EventEntry,
     JournalContents,
     JournalDamagedError,
     JournalFullError,
+    JournalHealth,
     JournalLimits,
     Write,
     weight_bytes,
@@ -42,21 +46,10 @@ RECOVERY_INTERVAL_S = 1.0
 
 # Room that must be free again before new entries are taken, so that the condition does not flap.
 _HYSTERESIS_BYTES = 1024 * 1024
-
-# Conditions of a node whose journal takes nothing new.
-JOURNAL_FULL = "JournalFull"
-JOURNAL_DISK_FULL = "JournalDiskFull"
+# With less left of the disk nothing new is begun: its result would need room, and others write as well.
+DISK_ROOM_MIN_BYTES = 1024 * 1024
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class JournalHealth:
-    """Whether new commands can be kept; if not, the condition's name and a sentence with the cure."""
-
-    accepting: bool = True
-    condition: str = ""
-    message: str = ""
 
 
 @dataclass(slots=True)
@@ -94,6 +87,8 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: list[_Submission] = []
+        self._with_ballast = False
+        """False on a disk that never had room for one: then nobody waits for it."""
         self._accepting = True
         self._recover_at_ms = 0
         self._gate = threading.Lock()
@@ -222,7 +217,8 @@ class Journal:
                 new_birth=lambda: self._world.ids.random_bytes(16),
                 stamp=str(self._world.clock.now_ms()),
             )
-            self._ballast.take()
+            self._with_ballast = self._ballast.take()
+            reserve(companions(self._database.path)[1], self._database.limits.wal_bytes)
         except Exception as error:  # noqa: BLE001 - told to whoever opens the journal
             self._settle(self._opened, error=error)
             return False
@@ -296,6 +292,8 @@ class Journal:
             return submissions
         admitted: list[_Submission] = []
         room_bytes = self._database.room_bytes()
+        if self._ballast.room_bytes() < DISK_ROOM_MIN_BYTES:
+            self._degrade(JournalFullError(f"the disk of {self._database.path} is full", disk=True))
         for submission in submissions:
             size_bytes = sum(weight_bytes(write) for write in submission.writes)
             if submission.refusable and room_bytes < size_bytes:
@@ -318,7 +316,8 @@ class Journal:
             self._database.apply([])
         except (JournalFullError, JournalDamagedError):
             return
-        if self._database.room_bytes() >= _HYSTERESIS_BYTES and (self._ballast.held() or self._ballast.take()):
+        room_bytes = min(self._database.room_bytes(), self._ballast.room_bytes() - DISK_ROOM_MIN_BYTES)
+        if room_bytes >= _HYSTERESIS_BYTES and (not self._with_ballast or self._ballast.held() or self._ballast.take()):
             self._accepting = True
             self._tell(JournalHealth())
 

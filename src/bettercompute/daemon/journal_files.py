@@ -15,6 +15,7 @@ import os
 import shutil
 import stat
 import struct
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,10 +210,9 @@ class Ballast:
 
     def take(self) -> bool:
         """Reserve the space, and say whether that worked; never while it would leave the disk nearly full."""
+        if self.room_bytes() < 2 * self.size_bytes:
+            return False
         try:
-            free = os.statvfs(self.path.parent)
-            if free.f_bavail * free.f_frsize < 2 * self.size_bytes:
-                return False
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
             return False
@@ -225,6 +225,14 @@ class Ballast:
             os.close(descriptor)
         return True
 
+    def room_bytes(self) -> int:
+        """Return what is left of the disk for us, the ballast not counted; a lot where that cannot be read."""
+        try:
+            free = os.statvfs(self.path.parent)
+        except OSError:
+            return sys.maxsize
+        return free.f_bavail * free.f_frsize
+
     def free(self) -> bool:
         """Give the space up, and say whether there was any."""
         try:
@@ -232,6 +240,16 @@ class Ballast:
         except OSError:
             return False
         return True
+
+
+def reserve(path: Path, size_bytes: int) -> None:
+    """Take a file's whole size from the disk beforehand, where it has it: what is in it stays."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+        finally:
+            os.close(descriptor)
 
 
 def keep_aside(database: Path, *, stamp: str) -> list[Path]:

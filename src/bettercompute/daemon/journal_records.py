@@ -83,6 +83,20 @@ class JournalLimits:
 LIMITS = JournalLimits()
 
 
+# Conditions of a node whose journal takes nothing new.
+JOURNAL_FULL = "JournalFull"
+JOURNAL_DISK_FULL = "JournalDiskFull"
+
+
+@dataclass(frozen=True, slots=True)
+class JournalHealth:
+    """Whether new commands can be kept; if not, the condition's name and a sentence with the cure."""
+
+    accepting: bool = True
+    condition: str = ""
+    message: str = ""
+
+
 class JournalFullError(Exception):
     """There is no room: the bound is reached (`disk` False), or the disk's (`disk` True), or it cannot be written."""
 

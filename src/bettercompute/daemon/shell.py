@@ -137,7 +137,11 @@ class NodeShell:
             case effects.SetCondition(name, holds, reason, message):
                 self._parts.conditions.set(name, holds=holds, reason=reason, message=message)
             case effects.StoreTime(mark_ms):
-                await asyncio.to_thread(self._parts.identities.raise_marks, server_time_ms=mark_ms)
+                try:
+                    await asyncio.to_thread(self._parts.identities.raise_marks, server_time_ms=mark_ms)
+                except OSError as error:
+                    # The journal has it too. A full disk is no reason to end: the next one comes within a minute.
+                    log.warning("the mark of time beside the identity cannot be raised", error=error.strerror)
             case effects.ApplyTrust(bundle):
                 await self._apply_trust(bundle)
             case effects.ApplyDesired(desired):

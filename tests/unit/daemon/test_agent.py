@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -126,6 +127,22 @@ async def test_a_fault_of_ours_costs_the_session_and_not_the_node(node: Node) ->
     assert any(entry["event"] == "a frame could not be obeyed" for entry in logs)
     again.welcome()
     await again.frame("events")
+
+
+async def test_a_disk_that_is_full_beside_the_identity_costs_no_session(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(IdentityStore, "raise_marks", full)
+    node.start()
+    session = await node.gateway.session()
+    session.welcome()
+    await session.frame("events")
+    node.handler.go.set()
+    session.command("c1")
+    assert (await session.update("c1", *TERMINAL)).state == messages.COMMAND_STATE_SUCCEEDED
 
 
 async def test_a_node_says_hello_works_and_says_farewell(node: Node) -> None:

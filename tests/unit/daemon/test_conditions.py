@@ -10,9 +10,9 @@ import pytest
 
 from bettercompute.daemon import conditions as conditions_module
 from bettercompute.daemon.conditions import Conditions, StatusReporter, pressure_jumped
-from bettercompute.daemon.group_commit import JOURNAL_DISK_FULL, JOURNAL_FULL, JournalHealth
 from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.daemon.inventory.pressure import PressureMeter
+from bettercompute.daemon.journal_records import JOURNAL_DISK_FULL, JOURNAL_FULL, JournalHealth
 from bettercompute.protocol import messages
 from bettercompute.protocol.limits import MAX_CONDITIONS
 from bettercompute.session.inputs import JournalRoom, StatusChanged

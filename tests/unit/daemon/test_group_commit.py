@@ -10,12 +10,20 @@ from pathlib import Path
 import pytest
 
 from bettercompute.daemon import group_commit
-from bettercompute.daemon.group_commit import Journal, JournalHealth
+from bettercompute.daemon.group_commit import Journal
 from bettercompute.daemon.journal import JournalDatabase
-from bettercompute.daemon.journal_records import AppendEvents, JournalDamagedError, JournalFullError, PutDocument, Write
+from bettercompute.daemon.journal_files import Ballast
+from bettercompute.daemon.journal_records import (
+    AppendEvents,
+    JournalDamagedError,
+    JournalFullError,
+    JournalHealth,
+    PutDocument,
+    Write,
+)
 from bettercompute.delivery.commands import CommandState
 from bettercompute.errors import Unavailable
-from bettercompute.session.effects import FinishCommand, ForgetCommands
+from bettercompute.session.effects import FinishCommand, ForgetCommands, StoreTime
 from bettercompute.system import system_world
 from tests.unit.daemon.journal_samples import SMALL, accept, event
 
@@ -123,6 +131,45 @@ async def test_a_full_disk_refuses_new_work_and_frees_the_ballast_for_what_was_p
     assert (await health_turns(journal, accepting=True)).condition == ""
     assert ballast.exists(), "the ballast is taken back before new work is"
     await journal.write(accept("new"))
+
+
+async def test_a_nearly_full_disk_begins_nothing_new_and_what_was_promised_has_its_space(
+    opened: tuple[Journal, StubbornDisk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = opened
+    log = (tmp_path / "state" / "journal.db-wal").stat()
+    assert log.st_blocks * 512 >= SMALL.wal_bytes
+    await journal.write(accept("running"))
+    left = [0]
+    monkeypatch.setattr(Ballast, "room_bytes", lambda _: left[0])
+    with pytest.raises(Unavailable, match="the journal has no room"):
+        await journal.write(accept("new"))
+    assert (await health_turns(journal, accepting=False)).condition == "JournalDiskFull"
+    await journal.write(FinishCommand("running", CommandState.SUCCEEDED, b"result", 1))
+    left[0] = group_commit.DISK_ROOM_MIN_BYTES
+    await journal.write(StoreTime(1, None))
+    assert not journal.health.accepting, "at the edge it would flap"
+    left[0] = 1 << 30
+    await health_turns(journal, accepting=True)
+    await journal.write(accept("new"))
+
+
+async def test_a_disk_too_small_for_a_ballast_recovers_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "RECOVERY_INTERVAL_S", 0.01)
+    left = [group_commit.DISK_ROOM_MIN_BYTES]
+    monkeypatch.setattr(Ballast, "room_bytes", lambda _: left[0])
+    monkeypatch.setattr(Ballast, "take", lambda _: False)
+    journal = await Journal.open(tmp_path / "state", world=system_world(), limits=SMALL)
+    await journal.write(accept("a"))
+    left[0] = 0
+    with pytest.raises(Unavailable, match="the journal has no room"):
+        await journal.write(accept("b"))
+    left[0] = 3 * group_commit.DISK_ROOM_MIN_BYTES
+    await health_turns(journal, accepting=True)
+    await journal.write(accept("b"))
+    await journal.close()
 
 
 async def test_what_was_promised_waits_for_room(opened: tuple[Journal, StubbornDisk]) -> None:
