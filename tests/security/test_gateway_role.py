@@ -191,6 +191,26 @@ async def test_what_was_said_of_an_identity_is_not_taken_back(granted: str, rest
         await owner.close()
 
 
+async def test_operators_labels_are_not_a_gateways_to_set(granted: str, restricted: DedicatedConnection) -> None:
+    """They say whose token reaches a node, and which nodes a run chooses."""
+    labels = "INSERT INTO node_labels (node_id, source, key, value) VALUES ('labelled', '{}', 'rack', '7')"
+    owner = await DedicatedConnection.open(granted, application_name="tests")
+    try:
+        await owner.script("INSERT INTO nodes (node_id, site, role, attestor) VALUES ('labelled', 's', 'node', 'a')")
+        with pytest.raises(StatementFailed, match="not a gateway's"):
+            await restricted.script(labels.format("operator"))
+        await restricted.script(labels.format("system"))
+        await owner.script(labels.format("operator"))
+        with pytest.raises(StatementFailed, match="not a gateway's"):
+            await restricted.script("DELETE FROM node_labels WHERE node_id = 'labelled' AND source = 'operator'")
+        await restricted.script("DELETE FROM node_labels WHERE node_id = 'labelled' AND source = 'system'")
+        [row] = await owner.query("SELECT count(*) AS kept FROM node_labels WHERE node_id = 'labelled'")
+        assert row["kept"] == 1
+        await owner.script("DELETE FROM nodes WHERE node_id = 'labelled'")
+    finally:
+        await owner.close()
+
+
 async def test_tables_of_a_later_release_are_closed(dsn: str, granted: str, restricted: DedicatedConnection):
     owner = await DedicatedConnection.open(dsn, application_name="tests")
     try:
