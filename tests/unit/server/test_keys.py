@@ -13,15 +13,19 @@ from bettercompute.cli import better_compute
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, keyfiles
 from bettercompute.pki.keyfiles import KeyFolder
+from bettercompute.pki.rotation import Purpose
 from bettercompute.server.app import ALL_ROLES, Role, control_plane, needs_service_keys
 from bettercompute.server.config import Config, GatewaySection, validate
+from bettercompute.server.examining import held_certificates
 from bettercompute.server.keys import (
     GATEWAY_FILES,
     SERVING_FILES,
     advertised_url,
     check_serving_files,
+    serving_secrets,
     warn_of_needless_keys,
 )
+from bettercompute.services import rotation_files
 from bettercompute.services.pki_setup import initialise, issue_gateway
 from tests.unit.server.internal_site import WORLD, Site
 
@@ -171,3 +175,18 @@ def test_what_nodes_dial_is_not_guessed_from_the_services_certificate(installati
         advertised_url(config, installation, gateway_is_here=False)
     told = validate({"internal": {"host": "x"}, "gateway": {"advertise_url": "https://gw:1"}}, where="")
     assert advertised_url(told, installation, gateway_is_here=False) == "https://gw:1"
+
+
+def test_what_a_gateway_says_of_its_certificates_follows_its_files(installation: KeyFolder) -> None:
+    held = held_certificates(serving_secrets(installation))
+    first = held()
+    assert first is not None
+    node_ca, serving_ca = installation.certificate(keyfiles.NODE_CA), installation.certificate(keyfiles.SERVING_CA)
+    assert first.node_cas_sha256 == (certificates.spki_sha256(node_ca),)
+    assert first.serving_ca_sha256 == certificates.spki_sha256(serving_ca)
+    new = rotation_files.prepare(installation, Purpose.NODE_CA, world=WORLD)
+    second = held()
+    assert second is not None
+    assert second.node_cas_sha256 == (*first.node_cas_sha256, new.key_sha256)
+    installation.path(keyfiles.NODE_CA + ".pem").write_text("torn")
+    assert held() is None, "what it does not know it does not say"
