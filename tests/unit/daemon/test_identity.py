@@ -247,9 +247,10 @@ def test_a_newer_bundle_replaces_the_one_held():
 
 
 def test_an_answer_that_was_held_back_brings_no_older_bundle_back():
-    _, store = joined()
+    plane = ControlPlane()
+    _, store = joined(plane)
     request = store.pending(Purpose.RENEW, label="serial")
-    late = ControlPlane().answer(request.csr_der)
+    late = plane.answer(request.csr_der)
     newer = make_trust(held=TRUST)
     store.take_trust(newer.signed)
     store.install(Purpose.RENEW, request, late, machine=MACHINE)

@@ -9,7 +9,7 @@ docs/security.md, "Attestors"; decisions 0148.
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -35,7 +35,7 @@ REPLAY_PURPOSE = "join-challenge"
 class SealedSecret:
     """A secret that came sealed for this request, and for a challenge if one was answered."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     sealed_to: ec.EllipticCurvePublicKey
     answered: JoinChallenge | None
 
