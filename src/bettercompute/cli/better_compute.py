@@ -33,6 +33,7 @@ app = typer.Typer(
     help="The control plane of a fleet: run it, join nodes, run commands on them.",
 )
 app.command("run")(running.run)
+app.command("resume")(running.resume)
 app.command("events")(events.events)
 app.command("approve")(approving.approve)
 app.add_typer(nodes.app, name="nodes")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, TypeVar
 
 from bettercompute.cli import output
@@ -24,6 +25,7 @@ GRACE_S = 15.0
 RESTART_S = 120.0
 # Whoever presses Ctrl-C waits no longer than this for the rest of the run to be ended.
 STOP_S = 5.0
+TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 5.0
 
@@ -84,6 +86,26 @@ class Run:
         self.batch_id = made["batch_id"]
         self.size += len(made["commands"])
         self.gives_up_at = time.monotonic() + made["gives_up_after_ms"] / 1000 + GRACE_S
+
+
+def resumed(batch_id: str, commands: Sequence[dict[str, Any]]) -> Run:
+    """Return a run whose maker has lost it, as far as it has come by its commands; without `held` there is no rest."""
+    run = Run(kind=commands[0]["kind"] if commands else "", batch_id=batch_id, size=len(commands), approval="waiting")
+    left_ms = 0
+    for command in commands:
+        if command["state"] in TERMINAL:
+            run.failed += command["state"] != "succeeded"
+            continue
+        ends, made = (datetime.fromisoformat(command[name]) for name in ("not_after", "created_at"))
+        until_end_ms = int((ends - made).total_seconds() * 1000) - command["age_ms"]
+        left_ms = max(left_ms, until_end_ms + command["timeout_ms"])
+        if command["state"] == "pending" and command["not_before"] == command["not_after"]:
+            run.held[command["node_id"]] = command["id"]
+        else:
+            run.waiting[command["id"]] = command["node_id"]
+    run.not_asked = sorted(run.held)
+    run.gives_up_at = time.monotonic() + left_ms / 1000 + GRACE_S
+    return run
 
 
 def share_of(text: str, total: int, *, option: str) -> int:

@@ -19,7 +19,18 @@ from bettercompute.cli.client import ApiClient, path_of
 from bettercompute.cli.durations import parse_duration_ms
 from bettercompute.cli.live import LiveOutput, Progress
 from bettercompute.cli.options import Api, Json
-from bettercompute.cli.rolling import RESTART_S, STOP_S, Rolling, Run, patiently, share_of, stop_rest, take_step
+from bettercompute.cli.rolling import (
+    RESTART_S,
+    STOP_S,
+    TERMINAL,
+    Rolling,
+    Run,
+    patiently,
+    resumed,
+    share_of,
+    stop_rest,
+    take_step,
+)
 
 PAYLOAD_BYTES_MAX = 1 << 20
 # How long one request lets the API wait for news; with live output, how old that may be.
@@ -28,7 +39,6 @@ LIVE_WAIT_MS = 500
 # While people are to approve the run, how often it is asked whether they have.
 APPROVAL_WAIT_MS = 2_000
 NAMED_MAX = 10
-TERMINAL = frozenset({"succeeded", "failed", "cancelled", "expired"})
 
 
 def run(
@@ -120,6 +130,33 @@ def _run_and_tell(
         if detach:
             _print_made(made, json=json)
             return
+    _lead(client, body, state, rolling=rolling, json=json)
+
+
+def resume(
+    batch: Annotated[str, typer.Argument(help="The batch of a rolling run that approvers must sign, or have signed.")],
+    max_concurrency: Annotated[str, typer.Option(metavar="N|P%", help="At most so many nodes at once.")],
+    max_failures: Annotated[
+        str, typer.Option(metavar="N|P%", help="Ask no further nodes when more have failed, those of before included.")
+    ] = "0",
+    api: Api = None,
+    json: Json = False,
+) -> None:
+    """Lead on a rolling run whose command line was lost, as with its terminal. Exit code 0 only if all succeeded."""
+    client = output.run(lambda: ApiClient.from_environment(api))
+    commands = output.run(lambda: list(client.pages("/v1/commands", batch_id=batch)))
+    state = resumed(batch, commands)
+    if not state.held:
+        output.fail(f"batch {batch} holds no command back: there is nothing to lead on", code=output.EXIT_USAGE)
+    rolling = Rolling(
+        at_once=max(1, share_of(max_concurrency, len(commands), option="--max-concurrency")),
+        failures_max=share_of(max_failures, len(commands), option="--max-failures"),
+    )
+    _lead(client, {}, state, rolling=rolling, json=json)
+
+
+def _lead(client: ApiClient, body: dict[str, Any], state: Run, *, rolling: Rolling | None, json: bool) -> None:
+    """Proceed to the end of a run, or as far as it goes, and tell how it ended."""
     try:
         commands = output.run(lambda: _proceed(client, body, state, rolling=rolling, quiet=json))
     except typer.Exit:
