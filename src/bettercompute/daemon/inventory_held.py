@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import structlog
 
+from bettercompute.daemon.apart import apart
 from bettercompute.daemon.inventory.canonical import CanonicalSection, changed_sections
 from bettercompute.daemon.inventory.collection import collect_all
 from bettercompute.daemon.inventory.facts import kept_facts
 from bettercompute.daemon.inventory.host import HostRoot
+from bettercompute.errors import Unavailable
 from bettercompute.protocol import messages
 
 log = structlog.get_logger("bcd.inventory")
@@ -39,7 +42,11 @@ class HeldInventory:
 
     async def collect(self) -> None:
         """Collect everything but the operator's own facts, which a restart takes as they were kept."""
-        found: dict[str, CanonicalSection] = await asyncio.to_thread(collect_all, self._root())
+        try:
+            found: dict[str, CanonicalSection] = await apart(partial(collect_all, self._root()))
+        except Unavailable as error:
+            log.warning("the inventory stays as it was", why=error.message)
+            return
         facts = await asyncio.to_thread(kept_facts, self._state_dir)
         if facts is not None:
             found[facts.name] = facts

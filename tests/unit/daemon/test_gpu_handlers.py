@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pynvml
 import pytest
 
+from bettercompute.daemon import apart
 from bettercompute.daemon.config import Config
 from bettercompute.daemon.handlers import gpu_reset
 from bettercompute.daemon.handlers.diag_nvml import DiagNvml
@@ -182,3 +185,26 @@ async def test_without_nvidia_smi_it_says_so(tmp_path: Path, monkeypatch: pytest
     async with handler_bench(tmp_path, Config(), GpuReset(lambda: Diagnosed(FIRST))) as bench:
         ending = await bench.run("gpu.reset", messages.GpuResetPayload(gpu_uuids=["GPU-1"]))
     assert ending.reason == "no-nvidia-smi"
+
+
+async def test_a_driver_that_hangs_holds_up_nothing_else_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def hung() -> Any:
+        answers.wait(60)
+        return Diagnosed(FIRST)
+
+    monkeypatch.setattr(apart, "THREADS", apart.ApartThreads(places=3))
+    payload = messages.DiagNvmlPayload()
+    async with handler_bench(tmp_path, Config(), DiagNvml(hung)) as bench:
+        for _ in range(3):
+            assert (await bench.run("diag.nvml", payload, timeout_ms=20)).reason == "timeout"
+        told = await bench.run("diag.nvml", payload)
+        assert (told.state, told.reason) == (CommandState.FAILED, "host-hangs")
+        assert "3 earlier questions to this host have no answer yet" in told.message
+        answers.set()
+        async with asyncio.timeout(30):
+            while (await bench.run("diag.nvml", payload)).state is not CommandState.SUCCEEDED:
+                pass

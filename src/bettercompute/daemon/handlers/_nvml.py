@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+from bettercompute.daemon.apart import HANGS, apart
 from bettercompute.daemon.handlers import HandlerFailed
 from bettercompute.daemon.inventory.gpus import nvml_reason
 from bettercompute.daemon.inventory.host import NO_DRIVER, HostRoot
+from bettercompute.errors import Unavailable
 
 LoadNvml = Callable[[], Any]
+T = TypeVar("T")
+
+
+async def asked(work: Callable[[], T]) -> T:
+    """Return what a reading of NVML returns; raises `HandlerFailed` `host-hangs` while too many have not come back."""
+    try:
+        return await apart(work)
+    except Unavailable as error:
+        raise HandlerFailed(HANGS, error.message) from None
 
 
 def load_live() -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bettercompute.daemon.handlers import Handler, HandlerContext
-from bettercompute.daemon.handlers._nvml import LoadNvml, handle_of, load_live, opened, processes_of
+from bettercompute.daemon.handlers._nvml import LoadNvml, asked, handle_of, load_live, opened, processes_of
 from bettercompute.daemon.inventory.gpus import MAX_GPUS, NVML, kernel_address, nvml_reason
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, encode_result
@@ -28,7 +28,7 @@ class DiagNvml:
         """Ask; returns the serialized `DiagNvmlResult`."""
         payload = context.payload
         assert isinstance(payload, messages.DiagNvmlPayload), "the kind table names the payload"
-        result = await asyncio.to_thread(self._read, list(payload.gpu_uuids), processes=payload.processes)
+        result = await asked(partial(self._read, list(payload.gpu_uuids), processes=payload.processes))
         return encode_result(KINDS[self.kind], result)
 
     def _read(self, uuids: Sequence[str], *, processes: bool) -> messages.DiagNvmlResult:

@@ -6,11 +6,11 @@ or the daemon itself would be what uses the GPU. A cancel is heard between two G
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from bettercompute.daemon.handlers import Handler, HandlerCancelled, HandlerContext, HandlerFailed
-from bettercompute.daemon.handlers._nvml import LoadNvml, handle_of, load_live, opened, processes_of
+from bettercompute.daemon.handlers._nvml import LoadNvml, asked, handle_of, load_live, opened, processes_of
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, encode_result
 
@@ -37,7 +37,7 @@ class GpuReset:
         uuids = list(dict.fromkeys(payload.gpu_uuids))
         if not 0 < len(uuids) <= GPUS_MAX:
             raise HandlerFailed("invalid-payload", f"name from 1 to {GPUS_MAX} GPUs in gpu_uuids")
-        await asyncio.to_thread(self._check, uuids, force=payload.force)
+        await asked(partial(self._check, uuids, force=payload.force))
         result = messages.GpuResetResult()
         for done, uuid in enumerate(uuids):
             if context.cancelled.is_set():
@@ -74,7 +74,7 @@ class GpuReset:
         if outcome.exit_code:
             return messages.GpuResetOutcome(uuid=uuid, message=message or f"exit code {outcome.exit_code}")
         try:
-            await asyncio.to_thread(self._check, [uuid], force=True)
+            await asked(partial(self._check, [uuid], force=True))
         except HandlerFailed as error:
             return messages.GpuResetOutcome(uuid=uuid, message=f"it does not answer after the reset: {error.message}")
         return messages.GpuResetOutcome(uuid=uuid, reset=True, message=message)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
+from bettercompute.daemon.apart import HANGS, apart
 from bettercompute.daemon.handlers import Handler, HandlerCancelled, HandlerContext, HandlerFailed, ProgramRunner
 from bettercompute.daemon.inventory.canonical import (
     FACTS,
@@ -27,6 +29,7 @@ from bettercompute.daemon.inventory.facts import (
     keep_facts,
 )
 from bettercompute.daemon.inventory.host import PROGRAM_FAILED, TIMED_OUT, TOO_LARGE, HostRoot, Unreadable, unreadable
+from bettercompute.errors import Unavailable
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, encode_result
 
@@ -92,7 +95,10 @@ async def _collect(context: HandlerContext, root: HostRoot, name: str) -> Canoni
         section = await collect_facts(settings.facts_dir, run=run)
         await asyncio.to_thread(_keep, context.state_dir, section)
         return section
-    sections: Mapping[str, CanonicalSection] = await asyncio.to_thread(collect_all, root, sections=(name,))
+    try:
+        sections: Mapping[str, CanonicalSection] = await apart(partial(collect_all, root, sections=(name,)))
+    except Unavailable as error:
+        raise HandlerFailed(HANGS, error.message) from None
     return sections[name]
 
 
