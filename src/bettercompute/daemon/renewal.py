@@ -117,6 +117,18 @@ class Renewal:
                 wait_ms = due_ms - self._parts.server_time_ms(None)
             identity = await self._replacement(identity)
             self._parts.renewed(identity)
+            await self._rest(identity)
+
+    async def _rest(self, identity: Identity) -> None:
+        """Wait after a success for as long as after a failure, whatever is said of the new certificate.
+
+        By a clock that is ahead, here or at a gateway, it is due or over the moment it is issued, and so is the next.
+        """
+        clock = self._parts.world.clock
+        life_left_ms = identity.not_after_ms - identity.renew_at_ms
+        until_ms = clock.monotonic_ms() + min(int(self._parts.world.dice.uniform(*RETRY_MS)), life_left_ms)
+        while (wait_ms := until_ms - clock.monotonic_ms()) > 0:
+            await self._pause(wait_ms)
 
     def _is_over(self, identity: Identity) -> bool:
         told = self._expired_serial == identity.record.certificate_serial

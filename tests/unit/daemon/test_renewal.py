@@ -260,8 +260,8 @@ async def test_an_expired_certificate_is_not_renewed_but_come_back_by(bench: Ben
     bench.server_time_ms += 25 * HOUR_MS
     before = bench.identity().record.certificate_serial
     await kept(bench)
-    assert bench.rejoins[0] == before
-    assert passing == []
+    assert bench.rejoins == [before]
+    assert all(wait_s >= 60 for wait_s in passing), "it waits after it, not before"
 
 
 async def test_what_a_gateway_says_of_the_expiry_ends_the_wait(bench: Bench) -> None:
@@ -279,7 +279,35 @@ async def test_a_renewal_that_is_refused_for_its_age_becomes_a_re_join(bench: Be
     bench.services.refuse.append((16, "it has expired", {"x-bc-reason": "certificate-expired"}))
     await kept(bench)
     assert len(bench.rejoins) == 1
-    assert passing == [0]
+    assert passing[0] == 0
+
+
+@pytest.mark.parametrize("ahead_h", [20, 25], ids=["due", "over"])
+async def test_by_a_clock_that_is_ahead_no_certificate_is_replaced_at_once(
+    bench: Bench, passing: list[float], ahead_h: int
+) -> None:
+    bench.server_time_ms += ahead_h * HOUR_MS
+    await kept(bench, times=3)
+    assert len(bench.services.requests) <= 4
+    assert len(passing) >= 2
+    assert all(60 <= wait_s <= 300 for wait_s in passing)
+
+
+async def test_who_hears_that_each_new_certificate_has_expired_rests_between_them(
+    bench: Bench, passing: list[float]
+) -> None:
+    task = asyncio.create_task(bench.renewal.run())
+    serial = bench.identity().record.certificate_serial
+    try:
+        for _ in range(3):
+            await asyncio.sleep(0)
+            bench.renewal.expired(serial)
+            serial = (await asyncio.wait_for(bench.renewed.get(), 30)).record.certificate_serial
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert len(bench.rejoins) == 3
+    assert sum(60 <= wait_s <= 300 for wait_s in passing) >= 2
 
 
 def told(status: int, reason: str) -> CallRefused:
