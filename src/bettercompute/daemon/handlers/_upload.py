@@ -26,8 +26,18 @@ HEADER_VALUE_MAX_CHARS = 4_096
 # For each step of the upload, not for all of it: that is the command's own timeout.
 STEP_TIMEOUT_S = 30.0
 
-# Clouds' metadata services outside of the link-local ranges: AWS over IPv6, Azure, Alibaba.
-METADATA = tuple(map(ipaddress.ip_network, ("fd00:ec2::/32", "168.63.129.16/32", "100.100.100.200/32")))
+# Clouds' metadata services outside of the link-local ranges: AWS, Google and Oracle over IPv6, Azure, Alibaba, Oracle.
+METADATA = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("fd00:ec2::/32", "fd20:ce::254/128", "fd00:c1::a9fe:a9fe/128"),
+            *("168.63.129.16/32", "100.100.100.200/32", "192.0.0.192/32"),
+        ),
+    )
+)
+# "This host on this network" (RFC 6890): no address of any other.
+THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")
 # Those decide what a request is and where it ends.
 _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection", "te", "trailer", "upgrade"})
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -64,10 +74,14 @@ async def judge(url: str, headers: Sequence[tuple[str, str]], *, settings: LogsS
     if not host or split.username is not None or split.password is not None:
         raise _not_allowed("upload_url must name a host, and no user")
     port = port if port is not None else (443 if split.scheme == "https" else 80)
+    if port == 0:
+        raise _not_allowed("upload_url names port 0, which nothing listens on")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise HandlerFailed("upload-failed", f"the name {host} cannot be looked up: {error.strerror}") from None
+    except UnicodeError:  # a part of it that is empty, or longer than 63 characters
+        raise _not_allowed(f"upload_url names {host[:64]!r}, which is no host name") from None
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
         # All of them: a name with one good address and one forbidden one is no accident.
@@ -92,7 +106,7 @@ def is_forbidden(address: str, allow_networks: Sequence[str]) -> bool:
     if any(judged in ipaddress.ip_network(network) for network in allow_networks):
         return False
     special = judged.is_loopback or judged.is_link_local or judged.is_multicast or judged.is_unspecified
-    return special or judged.is_reserved or any(judged in network for network in METADATA)
+    return special or judged.is_reserved or any(judged in network for network in (*METADATA, THIS_NETWORK))
 
 
 async def put(target: Target, body: AsyncIterator[bytes], *, size_bytes: int, settings: LogsSettings) -> int:
