@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio.events import _set_running_loop
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from bettercompute.store.database import NO_LIMITS, DedicatedConnection, Limits, Row
 
 T = TypeVar("T")
+
+
+class _DrivenLoop(asyncio.SelectorEventLoop):
+    """A loop that can carry one awaitable to its end by itself."""
+
+    def drive(self, work: Awaitable[T]) -> T:
+        """Run `work`, which awaits futures of this loop only, to its end; also what came of it meanwhile."""
+        _set_running_loop(self)
+        steps = work.__await__()
+        try:
+            while True:
+                waited = next(steps)
+                while not waited.done():
+                    self._turn()
+        except StopIteration as ended:
+            while self._ready:  # type: ignore[attr-defined]  # notifications that came with the answer
+                self._turn()
+            return cast("T", ended.value)
+        finally:
+            _set_running_loop(None)
+
+    def _turn(self) -> None:
+        self._run_once()  # type: ignore[attr-defined]  # `run_forever` makes five turns of each answer
 
 
 class ThreadConnection:
@@ -17,7 +41,7 @@ class ThreadConnection:
 
     def __init__(self, dsn: str, *, application_name: str, limits: Limits = NO_LIMITS) -> None:
         # Plain asyncio, whatever loop the rest of the process runs on.
-        self._loop = asyncio.SelectorEventLoop()
+        self._loop = _DrivenLoop()
         try:
             self._connection = self._loop.run_until_complete(
                 DedicatedConnection.open(dsn, application_name=application_name, limits=limits)
@@ -45,6 +69,13 @@ class ThreadConnection:
             return await work(self._connection)
 
         return self._loop.run_until_complete(bound())
+
+    def drive(self, work: Callable[[DedicatedConnection], Awaitable[T]]) -> T:
+        """Do the same at half the cost, for work that awaits the connection and nothing else: no task is made for it.
+
+        A simulation does this a hundred thousand times.
+        """
+        return self._loop.drive(work(self._connection))
 
     def close(self) -> None:
         """Close the connection and its loop."""

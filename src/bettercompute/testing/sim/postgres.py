@@ -9,18 +9,24 @@ transaction is its connection lost before or after its COMMIT: then nobody at th
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+import contextlib
+from asyncio.events import _get_running_loop, _set_running_loop
+from asyncio.tasks import _enter_task, _leave_task
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from bettercompute.errors import Bug
 from bettercompute.store.database import DedicatedConnection, Row
+from bettercompute.testing.sim import unchanged
 from bettercompute.testing.sim.machine import SimulatedClock
 from bettercompute.testing.sim.process import SimulatedProcess
+from bettercompute.testing.sim.unchanged import Unchanged
 from bettercompute.testing.sim.weather import Weather
 from bettercompute.testing.thread_connection import ThreadConnection
+
+T = TypeVar("T")
 
 _CLOCK = """
 CREATE OR REPLACE FUNCTION compute_now() RETURNS timestamptz LANGUAGE sql STABLE PARALLEL SAFE
@@ -44,23 +50,25 @@ class Notification:
     payload: str
 
 
-class ServerThread:
-    """The one real connection, in a thread of its own: a call blocks its caller until PostgreSQL has answered."""
+class ServerConnection:
+    """The one real connection, on a loop of its own: a call blocks its caller until PostgreSQL has answered.
 
-    def __init__(self, dsn: str, *, channels: Sequence[str]) -> None:
-        self._dsn = dsn
+    The loop turns inside a step of the simulation's, which therefore stands still meanwhile. A thread for it would cost
+    two more changes of threads for each statement, which is most of what a statement costs on a busy machine.
+    """
+
+    def __init__(self, dsn: str, *, channels: Sequence[str], on_written: Callable[[str], None]) -> None:
         self._channels = channels
-        self._asked: queue.SimpleQueue[Callable[[DedicatedConnection], Awaitable[Any]] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._on_written = on_written
         self._heard: list[Notification] = []
-        self._thread = threading.Thread(target=self._serve, name="simulated-postgres", daemon=True)
-        self._thread.start()
-        self._answer()
+        with _outside_the_simulation():
+            self._connection = ThreadConnection(dsn, application_name="simulator")
+        self.call(self._listen)
 
-    def call(self, work: Callable[[DedicatedConnection], Awaitable[Any]]) -> Any:
+    def call(self, work: Callable[[DedicatedConnection], Awaitable[T]]) -> T:
         """Run something on the connection to its end."""
-        self._asked.put(work)
-        return self._answer()
+        with _outside_the_simulation():
+            return self._connection.drive(work)
 
     def heard(self) -> list[Notification]:
         """Return what was notified by transactions committed since the last call."""
@@ -68,39 +76,35 @@ class ServerThread:
         return heard
 
     def close(self) -> None:
-        """Close the connection and end the thread."""
-        self._asked.put(None)
-        self._thread.join()
-
-    def _answer(self) -> Any:
-        result, error = self._answers.get()
-        if error is not None:
-            raise error
-        return result
-
-    def _serve(self) -> None:
-        try:
-            connection = ThreadConnection(self._dsn, application_name="simulator")
-        except BaseException as error:  # noqa: BLE001 - told to whoever waits
-            self._answers.put((None, error))
-            return
-        with connection:
-            connection.run(self._listen)
-            self._answers.put((None, None))
-            while (work := self._asked.get()) is not None:
-                try:
-                    self._answers.put((connection.run(work), None))
-                except BaseException as error:  # noqa: BLE001 - told to whoever waits
-                    self._answers.put((None, error))
+        """Close the connection."""
+        with _outside_the_simulation():
+            self._connection.close()
 
     async def _listen(self, connection: DedicatedConnection) -> None:
         await connection.script(_CHEAP)
         for channel in self._channels:
             await connection.listen(channel, self._hear(channel))
+        await connection.listen(unchanged.CHANNEL, self._on_written)
 
     def _hear(self, channel: str) -> Callable[[str], None]:
         # A session's own notifications come before the answer to its COMMIT, so none is ever late.
         return lambda payload: self._heard.append(Notification(channel, payload))
+
+
+@contextlib.contextmanager
+def _outside_the_simulation() -> Iterator[None]:
+    """Let another loop run in this thread, as if the simulation's were not running."""
+    loop = _get_running_loop()
+    task = None if loop is None else asyncio.current_task(loop)
+    if loop is not None and task is not None:
+        _leave_task(loop, task)
+    _set_running_loop(None)
+    try:
+        yield
+    finally:
+        _set_running_loop(loop)
+        if loop is not None and task is not None:
+            _enter_task(loop, task)
 
 
 class Link(Protocol):
@@ -133,19 +137,36 @@ class SimulatedServer:
         self.transactions = 0
         self.on_commit: Callable[[str, list[Notification]], None] = lambda _client, _heard: None
         """Called after every transaction, with who ran it and what it notified."""
-        self._thread = ServerThread(dsn, channels=channels)
         self._clock = clock
         self._open: Link | None = None
-        self._set: tuple[int, str, int] | None = None
+        self._begun = False
+        """Whether PostgreSQL knows of the open transaction: not before its first statement that must be run."""
+        self._changes_before = 0
+        self._asked: list[tuple[str, Sequence[Any], list[Row]]] = []
+        """What the open transaction, or the statement, has been told."""
+        self._set: tuple[int, int] | None = None
         self._read_only: bool | None = None
         self._links: dict[int, Link] = {}
         self._listeners: dict[str, dict[int, tuple[Link, Callable[[str], None]]]] = {}
         self._numbers = 0
-        self._thread.call(lambda connection: connection.script(_CLOCK))
+        self._unchanged = Unchanged(frozenset(), frozenset())
+        self._connection = ServerConnection(dsn, channels=channels, on_written=self._written)
+        self._watch_tables()
+
+    def _watch_tables(self) -> None:
+        call = self._connection.call
+        call(lambda connection: connection.script(_CLOCK))
+        tables = [row["relname"] for row in call(lambda connection: connection.query(unchanged.TABLES))]
+        fickle = [row["name"] for row in call(lambda connection: connection.query(unchanged.FICKLE))]
+        call(lambda connection: connection.script(unchanged.triggers(tables)))
+        self._unchanged = Unchanged(frozenset(tables), frozenset(fickle))
+
+    def _written(self, table: str) -> None:
+        self._unchanged.written(table)
 
     def close(self) -> None:
         """Let go of the real connection."""
-        self._thread.close()
+        self._connection.close()
 
     def now_ms(self) -> int:
         """Return compute_now()."""
@@ -154,22 +175,23 @@ class SimulatedServer:
     def query(self, sql: str, *arguments: Any) -> list[Row]:
         """Look at the tables from outside the simulation, at no virtual time."""
         self._prepare(SIMULATOR)
-        rows: list[Row] = self._thread.call(lambda connection: connection.query(sql, *arguments))
-        self._thread.heard()
+        rows: list[Row] = self._connection.call(lambda connection: connection.query(sql, *arguments))
+        self._connection.heard()
         return rows
 
     def write(self, sql: str, *arguments: Any) -> list[Row]:
         """Change rows from outside the simulation, at no virtual time, as if somebody had committed it."""
         self._prepare(SIMULATOR)
-        rows: list[Row] = self._thread.call(lambda connection: connection.query(sql, *arguments))
+        rows: list[Row] = self._connection.call(lambda connection: connection.query(sql, *arguments))
         self._committed(SIMULATOR)
         return rows
 
     def script(self, sql: str) -> None:
         """Change the tables from outside the simulation, at no virtual time; nobody is told."""
         self._prepare(SIMULATOR)
-        self._thread.call(lambda connection: connection.script(sql))
-        self._thread.heard()
+        self._connection.call(lambda connection: connection.script(sql))
+        self._connection.heard()
+        self._unchanged.forget()
 
     def restart(self) -> None:
         """Lose every connection."""
@@ -211,39 +233,65 @@ class SimulatedServer:
                 f"{link.client} begins a transaction inside one of {self._open.client}: somebody has awaited something "
                 "that is not the connection between BEGIN and COMMIT"
             )
-        self._prepare(link.client, begin=True)
-        self._open = link
+        self._open, self._begun = link, False
+        self._listen_for_changes()
 
     def end(self, link: Link, *, commit: bool) -> None:
         """End it."""
         if self._open is not link:
             raise Bug(f"{link.client} ends a transaction that is not open")
         self._open = None
-        if not commit:
-            self._set = self._read_only = None  # SET is undone with the rest
-        self._thread.call(lambda connection: connection.script("COMMIT" if commit else "ROLLBACK"))
+        if self._begun:
+            if not commit:
+                self._set = self._read_only = None  # SET is undone with the rest
+            self._connection.call(lambda connection: connection.script("COMMIT" if commit else "ROLLBACK"))
+        if commit:
+            self._keep_answers()
         self._committed(link.client)
 
     def run(self, link: Link, sql: str, arguments: Sequence[Any]) -> list[Row]:
         """Run one statement, in the open transaction of this link or in one of its own."""
-        if self._open is not link:
-            if self._open is not None:
-                raise Bug(f"{link.client} runs a statement inside a transaction of {self._open.client}")
-            self._prepare(link.client)
+        inside = self._open is link
+        if self._open is not None and not inside:
+            raise Bug(f"{link.client} runs a statement inside a transaction of {self._open.client}")
         self.statements += 1
-        rows: list[Row] = self._thread.call(lambda connection: connection.query(sql, *arguments))
-        if self._open is None:
+        # Until its first statement that must be run, a transaction sees what anybody would see.
+        known = None if (inside and self._begun) or self.weather.read_only else self._unchanged.answer(sql, arguments)
+        if known is not None:
+            rows = known
+        elif inside:
+            if not self._begun:
+                self._prepare(link.client, begin=True)
+                self._begun = True
+            rows = self._connection.call(lambda connection: connection.query(sql, *arguments))
+            self._asked.append((sql, arguments, rows))
+        else:
+            self._listen_for_changes()
+            self._prepare(link.client)
+            rows = self._connection.call(lambda connection: connection.query(sql, *arguments))
+            self._asked.append((sql, arguments, rows))
+            self._keep_answers()
+        if not inside:
             self._committed(link.client)
         return rows
 
+    def _listen_for_changes(self) -> None:
+        self._changes_before = self._unchanged.changes
+        self._asked.clear()
+
+    def _keep_answers(self) -> None:
+        """Keep what was answered within a transaction that has changed nothing."""
+        if self._unchanged.changes == self._changes_before:
+            for asked in self._asked:
+                self._unchanged.keep(*asked)
+
     def _prepare(self, client: str, *, begin: bool = False) -> None:
-        wanted = (self.now_ms(), client, self.timeline)
+        wanted = (self.now_ms(), self.timeline)
         sql = self._standing(client) + ("BEGIN;" if begin else "")
         if self._set != wanted:
-            sql += f"SET sim.now_ms = '{wanted[0]}'; SET sim.client = '{client}';"
-            sql += f"SET sim.timeline = '{self.timeline}';"
+            sql += f"SET sim.now_ms = '{wanted[0]}'; SET sim.timeline = '{wanted[1]}';"
         if sql:
-            self._thread.call(lambda connection: connection.script(sql))
+            self._connection.call(lambda connection: connection.script(sql))
             self._set = wanted
 
     def _standing(self, client: str) -> str:
@@ -256,7 +304,7 @@ class SimulatedServer:
 
     def _committed(self, client: str) -> None:
         self.transactions += 1
-        heard = self._thread.heard()
+        heard = self._connection.heard()
         for notification in heard:
             for link, listener in list(self._listeners.get(notification.channel, {}).values()):
                 link.hear(listener, notification.payload)
