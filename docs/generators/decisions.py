@@ -22,6 +22,7 @@ GROUPS = {
     120: "Signed intent and the life of keys",
     150: "Delivery, killed and measured",
     155: "The whole, simulated and judged",
+    160: "Found by measuring, and by faults",
     180: "On slow machines, and with slow peers",
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 from bettercompute.delivery.commands import REPORTABLE, CommandState
 from bettercompute.protocol import messages
@@ -50,9 +51,12 @@ class CommandFact:
     """False for an unsigned fact of a signed-only session: stored and marked, never proof of anything."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventRecord:
-    """One journaled event. `event_id` was drawn at birth; the store drops a `recovered` one whose id it has."""
+class EventRecord(NamedTuple):
+    """One journaled event. `event_id` was drawn at birth; the store drops a `recovered` one whose id it has.
+
+    A tuple, because events are the most frequent rows of all: one is made, and many are turned into columns, without a
+    line of Python for each.
+    """
 
     seq: int
     event_id: str
@@ -117,17 +121,22 @@ class AppliedGenerationFact:
 Fact = CommandFact | EventsFact | StatusFact | InventoryFact | InventoryHashesFact | AppliedGenerationFact
 
 
+_STATES: Mapping[int, CommandState] = {int(state): state for state in (*REPORTABLE, CommandState.REJECTED)}
+_NO_OUTPUT = messages.CommandOutput()
+
+
 def command_fact(update: messages.CommandUpdate, *, authenticated: bool = True) -> CommandFact | None:
     """Return the fact in a validated update; None for a state that says nothing here (older news, or a newer peer's).
 
     A rejection is a failure with its reason. BUSY is not a fact: see `is_busy`.
     """
-    if update.state == messages.COMMAND_STATE_REJECTED:
+    reason = update.reason
+    state = _STATES.get(update.state)
+    if state is CommandState.REJECTED:
         state, reason = CommandState.FAILED, rejection_reason(update.reject_reason)
-    elif int(update.state) in REPORTABLE:
-        state, reason = CommandState(update.state), update.reason
-    else:
+    if state is None:
         return None
+    told = update.output if update.HasField("output") else _NO_OUTPUT
     return CommandFact(
         command_id=update.command_id,
         state=state,
@@ -137,9 +146,9 @@ def command_fact(update: messages.CommandUpdate, *, authenticated: bool = True) 
         result=update.result,
         signature=update.signature.SerializeToString() if update.HasField("signature") else b"",
         progress=update.progress.SerializeToString() if update.HasField("progress") else b"",
-        output=update.output.data,
-        output_offset=update.output.offset,
-        output_dropped_bytes=update.output.dropped_bytes,
+        output=told.data,
+        output_offset=told.offset,
+        output_dropped_bytes=told.dropped_bytes,
         at_ms=update.at_ms,
         started_at_ms=update.started_at_ms,
         authenticated=authenticated,
@@ -161,20 +170,11 @@ def rejection_reason(reason: messages.CommandRejectReason.ValueType) -> str:
 
 def events_fact(batch: messages.EventBatch) -> EventsFact:
     """Return the fact in a validated batch; `delivery.events.checked_batch` judges its order."""
-    return EventsFact(
-        journal_id=batch.journal_id,
-        events=tuple(
-            EventRecord(
-                seq=event.seq,
-                event_id=event.event_id,
-                type=event.type,
-                at_ms=event.at_ms,
-                payload_json=event.payload_json,
-                recovered=event.recovered,
-            )
-            for event in batch.events
-        ),
-    )
+    rows = [
+        (event.seq, event.event_id, event.type, event.at_ms, event.payload_json, event.recovered)
+        for event in batch.events
+    ]
+    return EventsFact(journal_id=batch.journal_id, events=tuple(map(EventRecord._make, rows)))
 
 
 def status_fact(report: messages.StatusReport) -> StatusFact:

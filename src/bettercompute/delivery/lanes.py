@@ -55,16 +55,28 @@ def open_gateway_lane(*, granted: int, running: Iterable[str]) -> GatewayLane:
     return GatewayLane(credits=granted, free=granted - len(holders), holders=holders)
 
 
-def sent(lane: GatewayLane, command_id: str) -> GatewayLane:
-    """Return the count after one command frame was queued."""
-    return replace(lane, free=lane.free - 1, sent=lane.sent + 1, holders=lane.holders | {command_id})
+def sent(lane: GatewayLane, *command_ids: str) -> GatewayLane:
+    """Return the count after a command frame was queued for each of these."""
+    count = len(command_ids)
+    return GatewayLane(
+        credits=lane.credits,
+        free=lane.free - count,
+        sent=lane.sent + count,
+        holders=lane.holders.union(command_ids),
+    )
 
 
-def freed(lane: GatewayLane, command_id: str) -> GatewayLane:
-    """Return the count after a terminal update, or a BUSY, for `command_id`; unchanged when it held no credit."""
-    if command_id not in lane.holders:
+def freed(lane: GatewayLane, *command_ids: str) -> GatewayLane:
+    """Return the count after a terminal update, or a BUSY, for each of these; who held no credit changes nothing."""
+    gone = lane.holders.intersection(command_ids)
+    if not gone:
         return lane
-    return replace(lane, free=min(lane.credits, lane.free + 1), holders=lane.holders - {command_id})
+    return GatewayLane(
+        credits=lane.credits,
+        free=min(lane.credits, lane.free + len(gone)),
+        sent=lane.sent,
+        holders=lane.holders - gone,
+    )
 
 
 def resynchronized(lane: GatewayLane, *, free: int, received: int) -> GatewayLane:

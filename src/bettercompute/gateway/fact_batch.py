@@ -58,9 +58,9 @@ def _add(batch: FactBatch, node_id: str, fact: Fact, draw_id: Callable[[], str])
         case CommandFact():
             _add_command(batch, node_id, fact, draw_id)
         case EventsFact():
-            events = batch.events.setdefault((node_id, fact.journal_id), {})
-            for event in fact.events:
-                events.setdefault(event.seq, event)
+            # Where two frames hold the same seq, the first one stays.
+            key = (node_id, fact.journal_id)
+            batch.events[key] = {event.seq: event for event in fact.events} | batch.events.get(key, {})
         case StatusFact():
             _add_status(batch, node_id, fact)
         case AppliedGenerationFact():
@@ -147,13 +147,21 @@ def _add_applied(batch: FactBatch, node_id: str, fact: AppliedGenerationFact) ->
 
 
 def _event_news(node_id: str, journal_id: str, events: Mapping[int, EventRecord]) -> EventsNews:
-    ordered = tuple(events[seq] for seq in sorted(events))
-    contiguous_seq = ordered[0].seq
-    for event in ordered[1:]:
-        if event.seq != contiguous_seq + 1:
-            break
-        contiguous_seq = event.seq
-    return EventsNews(node_id=node_id, journal_id=journal_id, events=ordered, contiguous_seq=contiguous_seq)
+    seqs = sorted(events)
+    contiguous_seq = seqs[-1]
+    if contiguous_seq - seqs[0] >= len(seqs):
+        contiguous_seq = next(seq for seq in seqs if seq + 1 not in events)
+    return EventsNews(
+        node_id=node_id,
+        journal_id=journal_id,
+        events=tuple(map(events.__getitem__, seqs)),
+        contiguous_seq=contiguous_seq,
+    )
+
+
+def rows(fact: Fact) -> int:
+    """Return how many rows a fact writes at most."""
+    return len(fact.events) if isinstance(fact, EventsFact) else 1
 
 
 def size_bytes(fact: Fact) -> int:
@@ -162,7 +170,7 @@ def size_bytes(fact: Fact) -> int:
         case CommandFact():
             return FRAME_OVERHEAD_BYTES + len(fact.result) + len(fact.output) + len(fact.message)
         case EventsFact():
-            return sum(FRAME_OVERHEAD_BYTES + len(event.payload_json) for event in fact.events)
+            return FRAME_OVERHEAD_BYTES * len(fact.events) + sum([len(event.payload_json) for event in fact.events])
         case StatusFact():
             return FRAME_OVERHEAD_BYTES + len(fact.report)
         case InventoryFact():

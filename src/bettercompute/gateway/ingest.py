@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from bettercompute.world import World
 log = structlog.get_logger("bettercompute.gateway.ingest")
 
 # One statement's arrays: large enough that a batch costs what its rows cost, small enough for 5 s of statement timeout.
-BATCH_FACTS_MAX = 2_000
+BATCH_ROWS_MAX = 2_000
 BATCH_BYTES_MAX = 8 * 1024 * 1024
 # What one session may have waiting before its stream is not read further, and all of them together.
 SESSION_BYTES_MAX = 2 * 1024 * 1024
@@ -73,8 +73,18 @@ class Offering:
 class Ingest:
     """The one writer of facts of a gateway."""
 
-    def __init__(self, database: Database, *, fence: Fence, world: World, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        fence: Fence,
+        world: World,
+        metrics: GatewayMetrics,
+        ended: Callable[[Sequence[str]], None] = lambda _: None,
+    ) -> None:
+        """Call `ended` with the ids of commands whose end has been committed."""
         self._database = database
+        self._ended = ended
         self._fence = fence
         self._world = world
         self._metrics = metrics
@@ -128,11 +138,11 @@ class Ingest:
 
     def _take(self) -> list[Offering]:
         batch: list[Offering] = []
-        facts = size = 0
-        while self._queue and facts < BATCH_FACTS_MAX and size < BATCH_BYTES_MAX:
+        rows = size = 0
+        while self._queue and rows < BATCH_ROWS_MAX and size < BATCH_BYTES_MAX:
             offering = self._queue.popleft()
             batch.append(offering)
-            facts += len(offering.facts)
+            rows += sum([fact_batch.rows(fact) for fact in offering.facts])
             size += offering.bytes
         if not self._queue:
             self._woken.clear()
@@ -190,8 +200,13 @@ class Ingest:
             await self._commit_or_bisect(batch[:middle])
             await self._commit_or_bisect(batch[middle:])
             return
+        ended: list[str] = []
         for offering in batch:
-            offering.owner.give(_committed(offering, acks))
+            committed = _committed(offering, acks)
+            ended += committed.command_ids
+            offering.owner.give(committed)
+        if ended:
+            self._ended(ended)
 
     async def _commit(self, batch: Sequence[Offering]) -> dict[tuple[str, str], int]:
         """Write a batch, again after a conflict or while the database is away, for a bounded time."""

@@ -22,6 +22,7 @@ from bettercompute.gateway.dispatch import Dispatcher
 from bettercompute.gateway.fence import Fence
 from bettercompute.gateway.handover import Handover
 from bettercompute.gateway.hello import HelloTransactions
+from bettercompute.gateway.hints import Hints
 from bettercompute.gateway.ingest import Ingest
 from bettercompute.gateway.lease import LeaseConnection, LeaseKeeper, LeaseName, LeaseTask, LeaseThread
 from bettercompute.gateway.lease_row import StoreLeaseConnection
@@ -90,7 +91,10 @@ class GatewayLife:
         self._server_time = server_time
         self._health = health
         self._lease = lease = Lease(gateway_id=name.gateway_id, token=name.token)
-        self._ingest = Ingest(database, fence=self.fence, world=world, metrics=metrics)
+        self._hints = Hints(database)
+        self._ingest = Ingest(
+            database, fence=self.fence, world=world, metrics=metrics, ended=self._hints.commands_ended
+        )
         self._disconnects = DisconnectWriter(database, lease=lease, fence=self.fence, ingest=self._ingest, world=world)
         self.dispatcher = Dispatcher(
             database, lease=lease, fence=self.fence, registry=self.registry, world=world, metrics=metrics
@@ -199,6 +203,7 @@ class GatewayLife:
         for name, work in (
             ("watch", self._watch()),
             ("ingest", self._ingest.run()),
+            ("hints", self._hints.run()),
             ("dispatch", self.dispatcher.run()),
             ("disconnects", self._disconnects.run()),
             ("liveness", self.liveness.run()),
@@ -275,6 +280,7 @@ class GatewayLife:
         await self.hellos.idle()
         while self.fence.trusted() and not self._disconnects.idle:
             await self._disconnects.progress()
+        await self._hints.tell()
 
     # Opening
 

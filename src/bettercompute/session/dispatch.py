@@ -8,14 +8,13 @@ held back, never sent past a credit and never lost. See docs/delivery.md, "Dispa
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from bettercompute.delivery import lanes
 from bettercompute.delivery.commands import OutgoingCommand
 from bettercompute.protocol.kinds import KINDS
 from bettercompute.protocol.versions import UPGRADE_KIND
 from bettercompute.session.effects import GatewayEffect, PokeDispatch, SendFrame
-from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
+from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand, changed
 from bettercompute.session.hello_plan import HeldCommand
 from bettercompute.session.inputs import CommandsMarked
 from bettercompute.session.welcome import command_frame
@@ -88,11 +87,11 @@ def commands_marked(
     names = {command.command_id for command in marked}.union(settled)
     effects: list[GatewayEffect] = [PokeDispatch()] if settled else []
     held = [command for command in state.held if command.command_id not in names]
-    counted = dict(state.lanes)
+    room = {key: lane.available for key, lane in state.lanes.items()}
+    going: dict[int, list[str]] = {key: [] for key in room}
     sent = dict(state.sent)
     for command in marked:
-        lane = counted.get(command.lane)
-        if lane is None or lane.available == 0:
+        if not room.get(command.lane):
             held.append(
                 HeldCommand(
                     command_id=command.command_id,
@@ -103,11 +102,13 @@ def commands_marked(
                 )
             )
             continue
-        counted[command.lane] = lanes.sent(lane, command.command_id)
+        room[command.lane] -= 1
+        going[command.lane].append(command.command_id)
         sent[command.command_id] = command.lane
         effects.append(SendFrame(command_frame(command)))
     held.sort(key=lambda command: command.seq)
-    return replace(state, lanes=counted, sent=sent, held=tuple(held)), tuple(effects)
+    counted = {key: lanes.sent(lane, *going[key]) for key, lane in state.lanes.items()}
+    return changed(state, lanes=counted, sent=sent, held=tuple(held)), tuple(effects)
 
 
 def marks_found(
@@ -119,7 +120,7 @@ def marks_found(
     if not missed:
         return state, ()
     held = sorted((*state.held, *missed), key=lambda command: command.seq)
-    return replace(state, held=tuple(held)), (PokeDispatch(),)
+    return changed(state, held=tuple(held)), (PokeDispatch(),)
 
 
 def back_off_over(state: GatewaySession, command: HeldCommand) -> tuple[GatewaySession, tuple[GatewayEffect, ...]]:

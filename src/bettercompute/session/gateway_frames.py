@@ -7,8 +7,7 @@ raises. See docs/sessions.md, "Frames of a live session".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable
 
 from bettercompute.delivery import events, facts, lanes
 from bettercompute.delivery.commands import TERMINAL
@@ -25,7 +24,7 @@ from bettercompute.session.effects import (
     RequestSpec,
     SendFrame,
 )
-from bettercompute.session.gateway_state import GatewaySession
+from bettercompute.session.gateway_state import GatewaySession, changed
 
 Outcome = tuple[GatewaySession, tuple[GatewayEffect, ...]]
 
@@ -74,7 +73,7 @@ def heartbeat(state: GatewaySession, beat: messages.Heartbeat) -> Outcome:
     if beat.inventory_hashes:
         news.append(facts.InventoryHashesFact(dict(beat.inventory_hashes)))
     gained = any(lane.available > state.lanes[key].available for key, lane in counted.items())
-    state = replace(
+    state = changed(
         state,
         lanes=counted,
         load=beat.load if beat.HasField("load") else state.load,
@@ -92,9 +91,11 @@ def updates(state: GatewaySession, reported: Iterable[messages.CommandUpdate]) -
     """Record updates as facts, free credits, put back what was refused BUSY."""
     effects: list[GatewayEffect] = []
     news: list[facts.Fact] = []
+    ended: list[str] = []
     freed = False
     for update in reported:
         if facts.is_busy(update):
+            state, ended = without(state, ended), []
             state, put_back = _busy(state, update)
             effects += put_back
             continue
@@ -103,10 +104,11 @@ def updates(state: GatewaySession, reported: Iterable[messages.CommandUpdate]) -
             continue
         news.append(fact)
         if fact.command_id in state.busy:
-            state = replace(state, busy=busy.settled(state.busy, fact.command_id))
+            state = changed(state, busy=busy.settled(state.busy, fact.command_id))
         if fact.state in TERMINAL:
             freed = freed or fact.command_id in state.sent
-            state = without(state, fact.command_id)
+            ended.append(fact.command_id)
+    state = without(state, ended)
     if news:
         effects.insert(0, RecordFacts(tuple(news)))
     if freed:
@@ -119,21 +121,22 @@ def _busy(state: GatewaySession, update: messages.CommandUpdate) -> Outcome:
     if update.command_id not in state.sent:
         return state, ()
     counts, back_off_ms = busy.refused(state.busy, update.command_id)
-    state = replace(without(state, update.command_id), busy=counts)
+    state = changed(without(state, (update.command_id,)), busy=counts)
     return state, (PutBack(update.command_id, update.attempt, back_off_ms),)
 
 
-def without(state: GatewaySession, command_id: str) -> GatewaySession:
-    """Return the state without a command: its credit is free, and it is not held any more."""
-    lane_key = state.sent.get(command_id)
-    if lane_key is not None:
-        counted = dict(state.lanes)
-        if lane_key in counted:
-            counted[lane_key] = lanes.freed(counted[lane_key], command_id)
-        remaining = {other: lane for other, lane in state.sent.items() if other != command_id}
-        state = replace(state, lanes=counted, sent=remaining)
-    if any(command.command_id == command_id for command in state.held):
-        state = replace(state, held=tuple(other for other in state.held if other.command_id != command_id))
+def without(state: GatewaySession, command_ids: Collection[str]) -> GatewaySession:
+    """Return the state without these commands: their credits are free, and they are not held any more."""
+    credited: dict[int, list[str]] = {}
+    for command_id in command_ids:
+        if (lane_key := state.sent.get(command_id)) is not None:
+            credited.setdefault(lane_key, []).append(command_id)
+    if credited:
+        counted = {key: lanes.freed(lane, *credited.get(key, ())) for key, lane in state.lanes.items()}
+        remaining = {other: lane for other, lane in state.sent.items() if other not in command_ids}
+        state = changed(state, lanes=counted, sent=remaining)
+    if any(command.command_id in command_ids for command in state.held):
+        state = changed(state, held=tuple(other for other in state.held if other.command_id not in command_ids))
     return state
 
 
@@ -141,12 +144,12 @@ def event_batch(state: GatewaySession, batch: messages.EventBatch) -> Outcome:
     """Record a batch of events; a gap or another journal ends the session INVALID_ARGUMENT."""
     fact = facts.events_fact(batch)
     next_seq = events.checked_batch(fact, journal_id=state.journal_id, next_seq=state.next_event_seq)
-    return replace(state, next_event_seq=next_seq), (RecordFacts((fact,)),)
+    return changed(state, next_event_seq=next_seq), (RecordFacts((fact,)),)
 
 
 def status(state: GatewaySession, report: messages.StatusReport) -> Outcome:
     """Record a status report and remember what it says of generations and trust."""
-    state = replace(
+    state = changed(
         state,
         observed_generation=max(state.observed_generation, report.observed_generation),
         applied_generation=report.applied_generation,

@@ -28,7 +28,7 @@ from bettercompute.session.dispatch import (
 )
 from bettercompute.session.effects import Close, GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_frames import frame_received, without
-from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
+from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand, changed
 from bettercompute.session.hello_plan import HelloPlan
 from bettercompute.session.welcome import cancel_frame, desired_frame, opening_frames, spec_to_offer
 
@@ -122,7 +122,7 @@ def _route(state: GatewaySession, given: inputs.GatewayInput, now_ms: int) -> Ou
     match given:
         case inputs.FrameReceived(frame):
             validate_for_store(frame)
-            return frame_received(replace(state, last_heard_ms=now_ms), frame)
+            return frame_received(changed(state, last_heard_ms=now_ms), frame)
         case inputs.CommandsMarked(commands, settled):
             return commands_marked(state, commands, settled)
         case inputs.FactsCommitted():
@@ -196,7 +196,7 @@ def _facts_committed(state: GatewaySession, given: inputs.FactsCommitted) -> Out
 def _cancel_requested(state: GatewaySession, command_id: str, reason: str) -> Outcome:
     """Tell the daemon. A command held back is not sent any more: the daemon's answer to the unknown id ends it."""
     if any(held.command_id == command_id for held in state.held):
-        state = without(state, command_id)
+        state = without(state, (command_id,))
     if state.awaits_new_journal:
         return state, ()
     return state, (SendFrame(cancel_frame(command_id, reason=reason)),)

@@ -5,8 +5,12 @@ Values only; the rules are elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from itertools import repeat
+from operator import attrgetter, call
+from typing import Any
 
 from bettercompute.delivery.lanes import GatewayLane
 from bettercompute.protocol import messages
@@ -54,6 +58,26 @@ class GatewaySession:
     awaits_new_journal: bool = False
     """Welcome said `new_journal`: nothing is sent before the daemon says Hello anew."""
     closed: bool = False
+
+
+_NAMES = tuple(field.name for field in fields(GatewaySession))
+_VALUES = attrgetter(*_NAMES)
+_SETTERS: Mapping[str, Callable[[GatewaySession, Any], None]] = {
+    name: GatewaySession.__dict__[name].__set__ for name in _NAMES
+}
+
+
+def changed(state: GatewaySession, **changes: Any) -> GatewaySession:
+    """Return a copy with these fields changed: `dataclasses.replace` at a quarter of its price.
+
+    A state is copied for each frame of each session, and has so many fields that copying it one by one in Python was a
+    tenth of what a command cost the gateway.
+    """
+    copied = object.__new__(GatewaySession)
+    deque(map(call, _SETTERS.values(), repeat(copied), _VALUES(state)), maxlen=0)
+    for name, value in changes.items():
+        _SETTERS[name](copied, value)
+    return copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

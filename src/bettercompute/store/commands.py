@@ -146,14 +146,16 @@ async def draw_seqs(queries: Queries, *, count: int) -> list[int]:
 
 
 async def enqueue(transaction: Transaction, commands: Sequence[NewCommand]) -> None:
-    """Insert commands and poke the gateways of their nodes. Refuses NOT_FOUND when one of the nodes does not exist."""
+    """Insert commands. Refuses NOT_FOUND when one of the nodes does not exist.
+
+    Once it is committed, `hints.tell` pokes the gateways of the nodes.
+    """
     if not commands:
         return
     rows = await transaction.fetch("commands.insert", **_columns(commands))
     missing = sorted({command.node_id for command in commands} - {row["node_id"] for row in rows})
     if missing:
         raise refuse(Reason.NOT_FOUND, f"no node {', '.join(missing[:10])}: `nodes list` shows the ones there are")
-    await poke_dispatch(transaction, node_ids=[command.node_id for command in commands])
 
 
 async def poke_dispatch(queries: Queries, *, node_ids: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 
 import pytest
@@ -12,7 +13,7 @@ from bettercompute.gateway import dispatch as dispatcher
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
 from bettercompute.session.inputs import Tick
-from bettercompute.store import delivery
+from bettercompute.store import channels, delivery
 from bettercompute.store.database import StatementFailed
 from tests.contract.gateway import seed
 
@@ -33,6 +34,10 @@ async def test_hello_is_welcomed_and_the_row_says_so(rig):
 async def test_a_command_goes_out_and_its_result_is_acked_after_the_commit(rig):
     node = await rig.add_node("node-a")
     daemon = await rig.connect(node)
+    heard: asyncio.Queue[str] = asyncio.Queue()
+    listener = await rig.database.dedicated(application_name="tests")
+    for channel in (channels.FINISHED, channels.OUTBOX):
+        await listener.listen(channel, heard.put_nowait)
     await seed.add_command(rig.database, "node-a", "c1")
     await rig.database.query("SELECT pg_notify('bc_dispatch', 'node-a')")
     body = await daemon.command()
@@ -43,6 +48,11 @@ async def test_a_command_goes_out_and_its_result_is_acked_after_the_commit(rig):
     daemon.update("c1", messages.COMMAND_STATE_SUCCEEDED, attempt=1, result=b"r")
     ack = (await daemon.receive("ack")).ack
     assert list(ack.command_ids) == ["c1"]
+    async with asyncio.timeout(30):
+        told = {await heard.get()}
+        while told != {"c1", ""}:
+            told.add(await heard.get())
+    await listener.close()
     [row] = await rig.database.query("SELECT state, result, acked_at, running_at FROM commands")
     assert (row["state"], row["result"]) == (CommandState.SUCCEEDED, b"r")
     assert row["acked_at"] is not None

@@ -16,6 +16,7 @@ from bettercompute.store import (
     audit,
     channels,
     commands,
+    hints,
     idempotency,
     inventory,
     leases,
@@ -71,6 +72,7 @@ async def enqueue(database, *names, node_id="n1", **changes):
                 for name, seq in zip(names, seqs, strict=True)
             ],
         )
+    await hints.tell(database, {channels.DISPATCH: (node_id,)})
 
 
 async def test_commands_are_enqueued_and_their_gateways_poked(fleet, dsn):
@@ -87,6 +89,14 @@ async def test_commands_are_enqueued_and_their_gateways_poked(fleet, dsn):
     signed = await commands.signed_body(fleet, command_id="c1")
     assert signed is not None
     assert (signed.body, signed.signature) == (b"body", None)
+
+
+async def test_a_hint_leaves_its_connection_as_durable_as_it_was(dsn):
+    connection = await DedicatedConnection.open(dsn, application_name="tests")
+    await connection.execute("hints.tell", channels=[channels.FINISHED], payloads=["c1"])
+    [row] = await connection.query("SELECT current_setting('synchronous_commit') AS waits")
+    await connection.close()
+    assert row["waits"] == "on"
 
 
 async def test_a_command_for_a_node_that_is_not_there_refuses_all_of_them(fleet):

@@ -39,9 +39,7 @@ SELECT (SELECT count(*) FROM moved) AS moved,
     AS backwards,
   (SELECT count(*) FROM said LEFT JOIN held USING (id, node_id)
    WHERE said.state >= 5 AND (held.state IS NULL OR held.state >= 5))
-    AS late,
-  (SELECT count(pg_notify(u.channel, u.payload))
-   FROM unnest(:notify_channels::text[], :notify_payloads::text[]) AS u (channel, payload)) AS notified;
+    AS late;
 
 -- name: delivery.store_events
 -- fact
@@ -55,9 +53,13 @@ WITH batches AS MATERIALIZED (
   FOR NO KEY UPDATE OF s
 ), stored AS (
   INSERT INTO node_events (node_id, journal_id, seq, event_id, type, occurred_at, recovered, payload)
-  SELECT b.node_id, b.journal_id, u.seq, u.event_id, u.type, at_ms(u.occurred_at_ms), u.recovered, u.payload
-  FROM unnest(:batch_numbers::int[], :seqs::bigint[], :event_ids::text[], :types::text[], :occurred_at_ms::bigint[],
-    :recovered::boolean[], :payloads::bytea[])
+  -- Columns come as text, separated by chr(31); the column of a single event without a payload is the empty text.
+  SELECT b.node_id, b.journal_id, u.seq, u.event_id, u.type, at_ms(u.occurred_at_ms), u.recovered,
+    convert_to(coalesce(u.payload, ''), 'UTF8')
+  FROM unnest(string_to_array(:batch_numbers::text, chr(31))::int[], string_to_array(:seqs::text, chr(31))::bigint[],
+    string_to_array(:event_ids::text, chr(31)), string_to_array(:types::text, chr(31)),
+    string_to_array(:occurred_at_ms::text, chr(31))::bigint[], string_to_array(:recovered::text, chr(31))::boolean[],
+    string_to_array(:payloads::text, chr(31)))
     AS u (batch_number, seq, event_id, type, occurred_at_ms, recovered, payload)
   JOIN batches b ON b.number = u.batch_number
   JOIN locked ON locked.node_id = b.node_id
