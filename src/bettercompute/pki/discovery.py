@@ -15,9 +15,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from bettercompute.errors import Refused
-from bettercompute.pki import certificates, signatures
-from bettercompute.pki.certificates import Use
-from bettercompute.pki.identity import ROLE_SITE, NodeIdentity, identity_of
+from bettercompute.pki import possession, signatures
+from bettercompute.pki.identity import ROLE_SITE, NodeIdentity
+from bettercompute.pki.possession import Shown
 from bettercompute.protocol import messages
 from bettercompute.protocol.envelopes import discovery_assertion_input
 from bettercompute.protocol.frames import decode_message
@@ -34,8 +34,7 @@ _MAC_ADDRESS = re.compile(r"[0-9a-f]{2}(?::[0-9a-f]{2}){5}", re.ASCII)
 class Discovered:
     """An assertion that verifies: who says it, and of which machine."""
 
-    site_agent: NodeIdentity
-    serial: str
+    shown: Shown
     """The site agent's certificate."""
     body: bytes
     mac_address: str
@@ -43,6 +42,11 @@ class Discovered:
     """Empty: the firmware did not tell it."""
     nonce_sha256: bytes
     not_after_ms: int
+
+    @property
+    def site_agent(self) -> NodeIdentity:
+        """Return who says it."""
+        return self.shown.identity
 
 
 def sign_assertion(
@@ -59,12 +63,11 @@ def verify_assertion(
 ) -> Discovered:
     """Verify an assertion under the node CA and return what it says; refuse and say what is wrong with it."""
     signed = decode_message(messages.site.SignedDiscoveryAssertion, evidence, limit=MAX_JOIN_BYTES)
-    leaf = signatures.verify_chained(
-        signed.signature, discovery_assertion_input(signed.body), roots=roots, use=Use.CLIENT, now_ms=now_ms
+    shown = possession.shown(
+        list(signed.signature.certificate_chain), roots=roots, trust_domain=trust_domain, now_ms=now_ms
     )
-    agent = identity_of(leaf)
-    if agent.trust_domain != trust_domain:
-        raise _refused(f"its signer is of trust domain {agent.trust_domain}, not ours")
+    signatures.verify(signed.signature, shown.public_key, discovery_assertion_input(signed.body))
+    agent = shown.identity
     if agent.role != ROLE_SITE:
         raise _refused(f"node {agent.node_id} signed it, whose role is {agent.role}: only a site agent may assert")
     said = decode_message(messages.site.DiscoveryAssertion, signed.body, limit=MAX_JOIN_BYTES)
@@ -79,8 +82,7 @@ def verify_assertion(
     if len(said.nonce_sha256) != SHA256_BYTES:
         raise _refused(f"the digest of its nonce has {len(said.nonce_sha256)} bytes, a SHA-256 has {SHA256_BYTES}")
     return Discovered(
-        site_agent=agent,
-        serial=certificates.serial_text(leaf),
+        shown=shown,
         body=signed.body,
         mac_address=said.mac_address,
         uuid=said.uuid.lower(),

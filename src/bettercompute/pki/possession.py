@@ -1,8 +1,8 @@
 """Proof of possession: a node shows a certificate of ours and proves that it holds the key, dated by server time.
 
-One rule for Renew and for the re-join of an expired node, which differ in what is signed and in the time at which the
-chain must be good. Whether the certificate still counts is not decided here: the record says that. See
-docs/security.md, "Renewing" and "Coming back after expiry".
+One rule for Renew, for the re-join of an expired node and for what a site agent vouches for, which differ in what is
+signed and in the time at which the chain must be good. Whether the certificate still counts is not decided here: the
+record says that. See docs/security.md, "Renewing" and "Coming back after expiry".
 """
 
 from __future__ import annotations

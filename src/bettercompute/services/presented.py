@@ -1,4 +1,4 @@
-"""What the record says of a certificate that a node presents to renew it, or to come back by it.
+"""What the record says of a certificate that a node presents to renew it, to come back by it, or to vouch by it.
 
 A database that was restored from a backup has forgotten the certificates that were issued since; their nodes hold them
 nevertheless, and must not be lost for it. Such a one is put on record when its node proves that it has the key, and

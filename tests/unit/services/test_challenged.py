@@ -372,6 +372,12 @@ async def test_an_agent_that_is_not_good_now(plane, spoil, reason, why):
     await refused(plane, case.request, reason, why)
 
 
+async def test_an_agent_whose_certificate_a_restore_has_forgotten(plane):
+    case = await discovered(plane)
+    await plane.database.query("DELETE FROM node_certs")
+    assert (await case.joined()).site == "oslo"
+
+
 async def test_an_assertion_under_another_ca(plane):
     case = await discovered(plane)
     signed = messages.site.SignedDiscoveryAssertion.FromString(case.request.evidence)

@@ -24,6 +24,7 @@ from bettercompute.pki.identity import ROLE_RAMDISK
 from bettercompute.protocol import messages
 from bettercompute.protocol.envelopes import Purpose, part
 from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.services import presented
 from bettercompute.services.attestors import machine
 from bettercompute.services.attestors.challenges import Challenges, SealedSecret
 from bettercompute.services.attestors.port import Deferral, Grant, Moment
@@ -136,7 +137,10 @@ async def _check_agent(transaction: Transaction, found: Discovered, *, now_ms: i
     """Refuse a site agent that is not good now: quarantined, revoked, replaced, of an older identity."""
     agent_id = found.site_agent.node_id
     agent = await nodes.get(transaction, node_id=agent_id)
-    certificate = await stored_certificates.find(transaction, serial=found.serial)
+    certificate = await stored_certificates.find(transaction, serial=found.shown.serial)
+    if agent is not None and certificate is None:
+        # As after a restore. The assertion is minutes old, and proves that the agent has the key.
+        certificate = (await presented.look_up(transaction, found.shown)).certificate
     if agent is None or certificate is None or certificate.node_id != agent_id:
         raise refuse(Reason.ATTESTATION, f"site agent {agent_id}, which signed the assertion, is not known here")
     if agent.quarantined_at_ms is not None:
