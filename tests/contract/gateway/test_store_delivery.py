@@ -139,6 +139,16 @@ async def test_an_event_id_is_stored_once_whatever_its_seq(fleet):
 async def test_the_ack_is_never_raised_past_a_gap(fleet):
     await acked(fleet, events("journal", 1))
     assert await acked(fleet, events("journal", 5, 6)) == 1
+    [row] = await fleet.query("SELECT acked_event_seq FROM node_sessions WHERE node_id = 'node-a'")
+    assert row["acked_event_seq"] == 1
+
+
+async def test_what_a_node_says_of_a_command_that_was_held_back_ends_that(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=3, key=KEY)
+    await fleet.query("UPDATE commands SET held_back = true")
+    await delivery.store_command_news(fleet, [news("c1", CommandState.RUNNING)], event_type="command.finished")
+    [row] = await fleet.query("SELECT held_back FROM commands")
+    assert not row["held_back"]
 
 
 async def test_the_ack_is_raised_for_the_rows_journal_only(fleet):
@@ -311,6 +321,13 @@ async def test_status_generations_and_trust_only_rise(fleet):
     )
     assert rows[0]["all"] == "4/3/5/2"
     assert await fleet.query("SELECT FROM node_conditions") == [], "the newer report names no condition"
+    for observed, applied, then in ((5, 1, "5/3"), (1, 4, "5/4"), (1, 6, "6/6")):
+        half = delivery.StatusNews(node_id="node-a", observed_generation=observed, applied_generation=applied)
+        await delivery.store_statuses(fleet, [half])
+        [row] = await fleet.query(
+            "SELECT concat_ws('/', observed_generation, applied_generation) AS both FROM nodes WHERE node_id = 'node-a'"
+        )
+        assert row["both"] == then
 
 
 async def test_the_last_output_of_a_command_is_kept(fleet):
