@@ -26,6 +26,7 @@ def noted(outcome: Outcome) -> str:
             "virtual_ms": int(outcome.virtual_s * 1000),
             "real_ms": int(outcome.real_s * 1000),
             "faults": dict(outcome.faults),
+            "met": dict(outcome.met),
             "commands": outcome.commands,
             "events": outcome.events,
             "frames": outcome.frames,
@@ -39,6 +40,7 @@ def lines(properties: Iterable[tuple[str, object]]) -> list[str]:
     """Return what to print, from the properties of all reports."""
     totals: Counter[str] = Counter()
     faults: Counter[str] = Counter()
+    met: Counter[str] = Counter()
     scenarios: Counter[str] = Counter()
     found: list[str] = []
     for name, value in properties:
@@ -48,6 +50,7 @@ def lines(properties: Iterable[tuple[str, object]]) -> list[str]:
             run = json.loads(str(value))
             scenarios[run.pop("scenario")] += 1
             faults.update(run.pop("faults"))
+            met.update(run.pop("met"))
             totals.update(run)
     if not scenarios:
         return found
@@ -60,4 +63,5 @@ def lines(properties: Iterable[tuple[str, object]]) -> list[str]:
         f"simulated {hours:.1f} hours in {computing:.2f} hours of computing; {faults.total()} faults; runs: {runs}",
         f"{counts}; {totals['broken']} promises broken",
         f"faults: {kinds}",
+        f"met: {', '.join(f'{count} {name}' for name, count in sorted(met.items()))}",
     ]

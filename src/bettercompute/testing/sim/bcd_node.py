@@ -26,10 +26,12 @@ from bettercompute.daemon.identity import IdentityStore, Issued, Machine, Purpos
 from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.daemon.join import JoinSettings, join
 from bettercompute.daemon.journal import DATABASE_NAME, JournalDatabase
+from bettercompute.daemon.journal_files import FolderLock
 from bettercompute.daemon.journal_records import REFUSABLE, JournalFullError, JournalLimits, Write
 from bettercompute.daemon.node_round import CurrentConfig
 from bettercompute.daemon.node_round import NodeParts as DaemonParts
 from bettercompute.daemon.notify import SystemdNotifier
+from bettercompute.errors import BetterComputeError
 from bettercompute.pki import certificates
 from bettercompute.protocol.kinds import KINDS
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
@@ -99,6 +101,10 @@ class BcdNode:
     _disk: FullableDisk | None = None
     failure: str = ""
     """Why the daemon ended by itself last."""
+    home: str = ""
+    """Whose folder it uses; empty: its own."""
+    rival: BcdNode | None = None
+    """A second daemon on this one's folder."""
 
     @classmethod
     def make(cls, node_id: str, *, parts: NodeParts, clock: SimulatedClock) -> BcdNode:
@@ -121,12 +127,17 @@ class BcdNode:
     @property
     def state_dir(self) -> Path:
         """Return where the daemon keeps what it must not lose."""
-        return self.parts.folder / self.name / "state"
+        return self.parts.folder / (self.home or self.name) / "state"
 
     @property
     def root(self) -> Path:
         """Return the machine as its collectors see it."""
-        return self.parts.folder / self.name / "root"
+        return self.parts.folder / (self.home or self.name) / "root"
+
+    @property
+    def joining(self) -> bool:
+        """Return whether it waits to join anew by its token."""
+        return bool(self.token)
 
     @property
     def live(self) -> bool:
@@ -189,9 +200,13 @@ class BcdNode:
             await agent.run()
         except Exception as error:  # noqa: BLE001 - told to whoever looks at this node
             self.failure = f"{type(error).__name__}: {error}"
+            held = isinstance(error, BetterComputeError) and error.reason == FolderLock.HELD
+            if held and self.parts.rules is not None:
+                self.parts.rules.met["second-daemon-refused"] += 1
+        self._disk = None  # it has closed its files and given up the folder
         await asyncio.sleep(RESTART_S)
         if self.process is process and process.alive:
-            self.end()
+            self._end()
             self.start()
 
     async def _join_anew(self, process: SimulatedProcess) -> None:
@@ -243,7 +258,13 @@ class BcdNode:
         return TappedConnection(connection, node_id=self.node_id, machine=self.name, rules=self.parts.rules)
 
     def end(self) -> None:
-        """Kill it for good."""
+        """Kill it for good, and with it what else runs on its disk: what comes next is done to the disk."""
+        if self.rival is not None:
+            self.rival.end()
+            self.rival = None
+        self._end()
+
+    def _end(self) -> None:
         assert self.process is not None
         self.process.kill()
         self.agent = None
@@ -252,9 +273,9 @@ class BcdNode:
 
     def _let_go(self) -> None:
         """Let go what the kernel takes from a killed process, and leave its files as they are, log and all."""
-        (self.state_dir / "lock").unlink(missing_ok=True)
         if self._disk is None:
-            return
+            return  # it held no folder, and another daemon may
+        (self.state_dir / "lock").unlink(missing_ok=True)
         files = {path: path.read_bytes() for path in self.state_dir.glob(f"{DATABASE_NAME}*")}
         self._disk.close()
         self._disk = None
@@ -264,8 +285,8 @@ class BcdNode:
             path.write_bytes(content)
 
     def restart(self, *, reboot: bool) -> None:
-        """Kill it and start it again."""
-        self.end()
+        """Kill it and start it again; a second daemon on its folder may be faster."""
+        self._end()
         if reboot:
             self.boots += 1
             (self.root / "proc/sys/kernel/random/boot_id").write_text(f"boot-{self.boots}\n")
@@ -318,6 +339,18 @@ class BcdNode:
         )
         twin.start()
         return twin
+
+    def second_daemon(self, name: str) -> Callable[[], None]:
+        """Start another daemon on the same state folder, and again whenever it ends; return what ends it."""
+        rival = self.rival = BcdNode(name, self.node_id, self.parts, self.clock, boots=self.boots, home=self.name)
+        rival.start()
+
+        def end() -> None:
+            if self.rival is rival:
+                rival.end()
+                self.rival = None
+
+        return end
 
     def damage_journal(self) -> None:
         """Flip some bits of the journal's files."""

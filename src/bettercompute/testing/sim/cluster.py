@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bettercompute.controllers.worker import Worker
+from bettercompute.errors import Refused
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.gateway.gateway import Gateway
 from bettercompute.gateway.services import GatewayServices
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store.database import GATEWAY_LIMITS, SERVER_LIMITS
+from bettercompute.store.signing import Signing
 from bettercompute.testing.sim.fleet import Registrar
 from bettercompute.testing.sim.links import SimulatedDatabase
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
@@ -20,6 +22,10 @@ from bettercompute.testing.sim.network import Listening, Network
 from bettercompute.testing.sim.postgres import SimulatedServer
 from bettercompute.testing.sim.process import SimulatedProcess
 from bettercompute.transport.memory import MemoryServer
+from bettercompute.world import World
+
+# As systemd does.
+RESTART_S = 10.0
 
 
 class ServicesThatMayBeAway:
@@ -156,9 +162,18 @@ class Cluster:
     async def _worker(self, host: WorkerHost, process: SimulatedProcess) -> None:
         world = make_world(f"{self._seed} {process.name}", clock=host.clock)
         database = SimulatedDatabase(self._server, dice=world.dice, client=process.name, limits=SERVER_LIMITS)
-        worker = Worker(database, world=world, holder=process.name)
+        signing = await self._signing(world)
+        worker = Worker(database, world=world, holder=process.name, signing=signing)
         worker.start()
         await asyncio.Event().wait()
+
+    async def _signing(self, world: World) -> Signing | None:
+        """Read the worker key; where this host's clock is wrong the process ends, and is started again."""
+        while True:
+            try:
+                return self._registrar.signing(world)
+            except Refused:
+                await asyncio.sleep(RESTART_S)
 
     def kill_worker(self, host: WorkerHost) -> None:
         """Kill -9."""

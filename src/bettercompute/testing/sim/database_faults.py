@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from bettercompute.session.clock import BACKWARDS_ALLOWED_MS
+from bettercompute.testing.sim import copies
 from bettercompute.testing.sim.stage import Stage
 from bettercompute.testing.sim.weather import Fate
+
+# How far a standby lags, and how long a restore takes.
+LAG_S = 3.0
+RESTORE_S = (5.0, 60.0)
 
 
 async def database_restart(stage: Stage, for_s: float) -> None:
@@ -85,4 +90,38 @@ async def database_standby(stage: Stage, for_s: float) -> None:
     stage.transactions.outages.begins(stage.world.clock.monotonic_ms())
     await asyncio.sleep(for_s)
     weather.read_only = False
+    stage.transactions.outages.ends(stage.world.clock.monotonic_ms())
+
+
+async def database_failover(stage: Stage, for_s: float) -> None:
+    """Promote a standby that lacks the commits of the last moments; sessions may outlive it."""
+    lag_s = stage.rng.uniform(0, LAG_S)
+    await _goes_back(stage, lag_s, away_s=for_s, what="a standby is promoted that lacks the commits of the last")
+
+
+async def database_restored(stage: Stage, for_s: float) -> None:
+    """Restore the database from a backup that was taken a while ago."""
+    away_s = stage.rng.uniform(*RESTORE_S)
+    await _goes_back(stage, for_s, away_s=away_s, what="the database is restored from a backup of")
+
+
+async def _goes_back(stage: Stage, lag_s: float, *, away_s: float, what: str) -> None:
+    if stage.copy_kept:
+        return
+    stage.copy_kept = True
+    copy = copies.take(stage.server, name=str(stage.server.timeline))
+    await asyncio.sleep(lag_s)
+    while stage.server.weather.down or stage.server.weather.read_only:  # noqa: ASYNC110 - other faults' state
+        await asyncio.sleep(1)
+    stage.tell(f"{what} {lag_s:.1f} s, {away_s:.1f} s after its end")
+    stage.server.weather.down = True
+    stage.server.restart()
+    stage.transactions.outages.begins(stage.world.clock.monotonic_ms())
+    await asyncio.sleep(away_s)
+    copies.put_back(stage.server, copy)
+    copies.drop(stage.server, copy)
+    stage.server.timeline += 1
+    stage.went_back()
+    stage.copy_kept = False
+    stage.server.weather.down = False
     stage.transactions.outages.ends(stage.world.clock.monotonic_ms())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from bettercompute.delivery.commands import CommandState
@@ -27,7 +27,6 @@ class FakeNode:
     joined: Joined
     parts: NodeParts
     clock: SimulatedClock
-    generation: int = 1
     starts: int = 0
     process: SimulatedProcess | None = None
     daemon: FakeDaemon | None = None
@@ -43,6 +42,11 @@ class FakeNode:
     def serial(self) -> str:
         """Return the serial of its certificate."""
         return self.joined.serial
+
+    @property
+    def joining(self) -> bool:
+        """Return whether it waits to join: it never does."""
+        return False
 
     @property
     def live(self) -> bool:
@@ -139,6 +143,10 @@ class FakeNode:
         """Refuse: a twin without its journal would be no twin."""
         raise NotImplementedError
 
+    def second_daemon(self, name: str) -> Callable[[], None]:
+        """Refuse: it has no folder."""
+        raise NotImplementedError
+
     def damage_journal(self) -> None:
         """Refuse."""
         raise NotImplementedError
@@ -146,8 +154,8 @@ class FakeNode:
     def rejoin(self, token: str) -> None:
         """Take a new identity and dial again: it is given one, because a FakeDaemon does not join."""
         del token
-        self.generation += 1
-        self.joined = self.parts.registrar.join(self.node_id, generation=self.generation)
+        row_generation = self.parts.registrar.generation(self.node_id)
+        self.joined = self.parts.registrar.join(self.node_id, generation=row_generation + 1)
         self.parts.network.cut(process=self.process)
 
     def record_event(self, payload_json: str) -> None:

@@ -11,14 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from bettercompute.errors import BetterComputeError
 from bettercompute.store import leases
-from bettercompute.testing.sim import database_faults, node_faults
-from bettercompute.testing.sim.cluster import GatewayHost, WorkerHost
+from bettercompute.testing.sim import clock_faults, database_faults, node_faults, operator_faults
+from bettercompute.testing.sim.cluster import GatewayHost
 from bettercompute.testing.sim.network import Way
-from bettercompute.testing.sim.node import Node
 from bettercompute.testing.sim.stage import Stage
 
 Fault = Callable[[Stage, float], Awaitable[None]]
-DAY_MS = 86_400_000
 
 
 async def gateway_crash(stage: Stage, for_s: float) -> None:
@@ -135,33 +133,6 @@ async def network_slow(stage: Stage, for_s: float) -> None:
     stage.network.latency_s = before
 
 
-async def clock_step(stage: Stage, for_s: float) -> None:
-    """Step the wall clock of a host by up to a day, and back."""
-    host = stage.rng.choice(_hosts(stage))
-    step_ms = int(stage.rng.uniform(-DAY_MS, DAY_MS))
-    stage.tell(f"the clock of {_name(host)} steps by {step_ms} ms, for {for_s:.1f} s")
-    host.clock.wall_offset_ms += step_ms
-    await asyncio.sleep(for_s)
-    host.clock.wall_offset_ms -= step_ms
-
-
-async def monotonic_leap(stage: Stage, for_s: float) -> None:
-    """Let the monotonic clock of a host leap ahead by up to a day, for good."""
-    del for_s
-    host = stage.rng.choice(_hosts(stage))
-    leap_ms = int(stage.rng.uniform(0, DAY_MS))
-    stage.tell(f"the monotonic clock of {_name(host)} leaps by {leap_ms} ms")
-    host.clock.leapt_ms += leap_ms
-
-
-def _hosts(stage: Stage) -> list[Node | GatewayHost | WorkerHost]:
-    return [*stage.nodes, *stage.gateways, *stage.workers]
-
-
-def _name(host: Node | GatewayHost | WorkerHost) -> str:
-    return host.name if isinstance(host, GatewayHost | WorkerHost) else host.node_id
-
-
 def _gateway(stage: Stage) -> GatewayHost | None:
     """Draw a gateway whose process runs."""
     host = stage.rng.choice(stage.gateways)
@@ -189,10 +160,19 @@ FAULTS: Mapping[str, Fault] = {
     "network-slow": network_slow,
     "database-restart": database_faults.database_restart,
     "database-standby": database_faults.database_standby,
+    "database-failover": database_faults.database_failover,
+    "database-restored": database_faults.database_restored,
     "database-silent": database_faults.database_silent,
     "database-slow": database_faults.database_slow,
     "lost-commits": database_faults.lost_commits,
-    "clock-step": clock_step,
-    "monotonic-leap": monotonic_leap,
+    "second-daemon": node_faults.second_daemon,
+    "node-locked": operator_faults.node_locked,
+    "node-revoked": operator_faults.node_revoked,
+    "node-forgotten": operator_faults.node_forgotten,
+    "unsigned-intent": operator_faults.unsigned_intent,
+    "clock-step": clock_faults.clock_step,
+    "host-clock-leap": clock_faults.host_clock_leap,
+    "monotonic-leap": clock_faults.monotonic_leap,
+    "monotonic-back": clock_faults.monotonic_back,
     "database-clock-step": database_faults.database_clock_step,
 }

@@ -18,12 +18,14 @@ from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN, NodeIdentity
 from bettercompute.pki.join_token import JoinToken
 from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.pki.trust import Trust
+from bettercompute.server.keys import worker_signing
 from bettercompute.services import pki_setup
 from bettercompute.services.installation import Installation, publish_trust
 from bettercompute.services.join import JoinService
 from bettercompute.services.keys import load_service_keys
 from bettercompute.store import tokens
 from bettercompute.store.database import Database, Queries
+from bettercompute.store.signing import Signing
 from bettercompute.store.tokens import NewToken
 from bettercompute.testing.sim.postgres import SimulatedServer
 from bettercompute.world import World
@@ -56,25 +58,33 @@ class Registrar:
         folder: Path,
         gateways: Sequence[str] = (),
         certificate_life_ms: int = certificates.NODE_LIFETIME_MS,
+        signing: bool = False,
     ) -> None:
         self.certificate_life_ms = certificate_life_ms
         self.away = False
         """Whether the services are away: nobody joins or renews."""
         self._server = server
         self._world = world
-        key_folder = KeyFolder(folder / "control-plane")
-        pki_setup.initialise(key_folder, world=world)
-        self._keys = load_service_keys(key_folder)
+        self._token_ids: dict[str, str] = {}
+        """Of the last token that was made for each node."""
+        self._key_folder = KeyFolder(folder / "control-plane")
+        pki_setup.initialise(self._key_folder, world=world)
+        self._keys = load_service_keys(self._key_folder)
         self._shared_key = certificates.generate_key()
         self._installation = Installation(
             trust_domain=DEFAULT_TRUST_DOMAIN,
             gateway_urls=tuple(f"https://{name}:443" for name in gateways),
+            command_signing=signing,
             node_lifetime_ms=certificate_life_ms,
         )
 
     def now_ms(self) -> int:
         """Return the control plane's time."""
         return self._server.now_ms()
+
+    def signing(self, world: World) -> Signing | None:
+        """Return what signs intent in a process; None where nobody does."""
+        return worker_signing(self._key_folder, world=world) if self._installation.command_signing else None
 
     # The services behind gateways
 
@@ -99,6 +109,7 @@ class Registrar:
             node_id=node_id,
         )
         await tokens.create(queries, token)
+        self._token_ids[node_id] = token.token_id
         printed = JoinToken(
             secret=secret,
             gateway_urls=self._installation.gateway_urls,
@@ -107,6 +118,11 @@ class Registrar:
             join_encryption_key=self._keys.join_encryption.public_key(),
         )
         return join_token.format_token(printed)
+
+    def knows_token(self, node_id: str) -> bool:
+        """Return whether the last token for a node is on record: it is not, once the database is an earlier one."""
+        token_id = self._token_ids.get(node_id)
+        return bool(self._server.query("SELECT FROM join_tokens WHERE token_id = $1", token_id))
 
     def trust(self) -> Trust:
         """Return the trust bundle that is published."""
@@ -127,6 +143,11 @@ class Registrar:
         joined = self._issue(node_id, public_key=public_key, life_ms=life_ms)
         self._record(joined, generation=generation, life_ms=life_ms)
         return joined
+
+    def generation(self, node_id: str) -> int:
+        """Return the identity generation on record; 0: there is no such node."""
+        rows = self._server.query("SELECT identity_generation FROM nodes WHERE node_id = $1", node_id)
+        return int(rows[0]["identity_generation"]) if rows else 0
 
     def join_many(self, node_ids: Sequence[str]) -> list[Joined]:
         """Issue the first identity of many nodes and record all of them at once."""
@@ -175,7 +196,12 @@ class Registrar:
             )
             query("INSERT INTO node_sessions (node_id) VALUES ($1)", joined.node_id)
         else:
-            query("UPDATE nodes SET identity_generation = $2 WHERE node_id = $1", joined.node_id, generation)
+            query(
+                "UPDATE nodes SET identity_generation = $2, revoked_at = NULL, revoked_by = NULL,"
+                " revoked_reason = NULL, standing_changed_at = compute_now() WHERE node_id = $1",
+                joined.node_id,
+                generation,
+            )
         query(
             "INSERT INTO node_certs (serial, node_id, identity_generation, csr_sha256, chain, not_before, not_after)"
             " VALUES ($1, $2, $3, sha256($1::text::bytea), '', compute_now() - interval '1 hour',"

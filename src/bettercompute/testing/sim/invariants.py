@@ -85,6 +85,15 @@ class TransactionRules:
         self._event_ids: dict[tuple[str, str], tuple[str, int]] = {}
         self._last_seq: dict[tuple[str, str], int] = {}
 
+    def went_back(self) -> None:
+        """Judge from now on by what the database, which is an earlier one, holds."""
+        events = self._ledger.rows["node_events"]
+        self._event_ids = {(node, row["event_id"]): (journal, seq) for (node, journal, seq), row in events.items()}
+        self._last_seq = {}
+        for node_id, journal_id, seq in events:
+            key = (node_id, journal_id)
+            self._last_seq[key] = max(seq, self._last_seq.get(key, 0))
+
     def judge(self, client: str, changes: Sequence[Change]) -> None:
         """Judge one transaction of `client`, a process by its name."""
         disconnected = False
@@ -95,6 +104,8 @@ class TransactionRules:
                 case "node_sessions" if change.old is not None:
                     self._session(client, change)
                     disconnected |= change.became("disconnected_at")
+                case "nodes" if change.new is None:
+                    self._forgotten(str(change.key[0]))
                 case "nodes" if change.old is not None:
                     self._node(client, change)
                 case "commands":
@@ -122,6 +133,8 @@ class TransactionRules:
         taken = change.became("session_id") or change.became("gateway_id")
         if taken and new["session_epoch"] <= old["session_epoch"]:
             self._verdict.broken("one live session a node", f"{node_id}: {old} -> {new} in one epoch, by {client}")
+        if taken:
+            self._may_be_here(str(node_id), f"{node_id}: {old} -> {new} by {client}")
         if not any(change.moved(name) for name in ROUTING) or not client.startswith("gw"):
             return
         holder = new["gateway_id"] if new["session_epoch"] > old["session_epoch"] else old["gateway_id"]
@@ -130,6 +143,27 @@ class TransactionRules:
             self._verdict.broken("routing writes only by the holder", text)
         else:
             self._leased(holder, f"{node_id}: {old} -> {new}")
+
+    def _may_be_here(self, node_id: str, wrote: str) -> None:
+        """Judge a new session by what operators have said of the node."""
+        node = self._ledger.row("nodes", node_id)
+        if node is None:
+            self._verdict.broken("a node that was forgotten gets no session", wrote)
+        elif node["revoked_at"] is not None:
+            self._verdict.broken("a revoked node gets no session", wrote)
+        elif node["locked_at"] is not None and (
+            node["locked_until"] is None or node["locked_until"] > self._verdict.now_ms()
+        ):
+            self._verdict.broken("a locked node gets no session", wrote)
+
+    def _forgotten(self, node_id: str) -> None:
+        left = [
+            key
+            for key, row in self._ledger.rows["commands"].items()
+            if row["node_id"] == node_id and row["state"] < TERMINAL_FROM
+        ]
+        if left:
+            self._verdict.broken("the commands of a forgotten node end with it", f"{node_id}: {left}")
 
     def _leased(self, gateway_id: str, wrote: str) -> None:
         lease = self._ledger.row("leases", gateway_id)

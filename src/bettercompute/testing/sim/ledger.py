@@ -51,6 +51,7 @@ WATCHED = (
             "observed_generation",
             "applied_generation",
         ),
+        ("locked_at", "locked_until", "revoked_at"),
     ),
     Watched(
         "commands",
@@ -116,6 +117,16 @@ class Ledger:
         return list(changes.values())
 
 
+def reload(ledger: Ledger, server: SimulatedServer) -> None:
+    """Read all watched tables anew: the database is another one than a moment ago."""
+    for watched in WATCHED:
+        rows = server.query(
+            f"SELECT {_values(watched, 't')}::text AS told FROM {watched.table} t ORDER BY {', '.join(watched.key)}"  # noqa: S608
+        )
+        read = [dict(zip(watched.names, json.loads(row["told"]), strict=True)) for row in rows]
+        ledger.rows[watched.table] = {tuple(row[name] for name in watched.key): row for row in read}
+
+
 def _change(table: str, old: Sequence[Any] | None, new: Sequence[Any] | None) -> Change:
     names = _BY_TABLE[table].names
     before = None if old is None else dict(zip(names, old, strict=True))
@@ -130,19 +141,20 @@ def install(server: SimulatedServer) -> None:
     server.script("CREATE SEQUENCE sim_changes_seq;" + "".join(_trigger(watched) for watched in WATCHED))
 
 
-def _trigger(watched: Watched) -> str:
-    def values(row: str) -> str:
-        plain = [f"{row}.{name}" for name in (*watched.key, *watched.columns)]
-        return f"jsonb_build_array({', '.join([*plain, *(f'to_ms({row}.{name})' for name in watched.times)])})"
+def _values(watched: Watched, row: str) -> str:
+    plain = [f"{row}.{name}" for name in (*watched.key, *watched.columns)]
+    return f"jsonb_build_array({', '.join([*plain, *(f'to_ms({row}.{name})' for name in watched.times)])})"
 
+
+def _trigger(watched: Watched) -> str:
     table = watched.table
     # Equal payloads of one transaction are told once: the number makes each its own.
     return f"""
 CREATE FUNCTION sim_note_{table}() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE old_row jsonb; new_row jsonb;
 BEGIN
-  IF TG_OP <> 'INSERT' THEN old_row := {values("OLD")}; END IF;
-  IF TG_OP <> 'DELETE' THEN new_row := {values("NEW")}; END IF;
+  IF TG_OP <> 'INSERT' THEN old_row := {_values(watched, "OLD")}; END IF;
+  IF TG_OP <> 'DELETE' THEN new_row := {_values(watched, "NEW")}; END IF;
   IF old_row IS DISTINCT FROM new_row THEN
     PERFORM pg_notify('{CHANNEL}', jsonb_build_array(nextval('sim_changes_seq'), '{table}', old_row, new_row)::text);
   END IF;

@@ -6,7 +6,7 @@ import asyncio
 import random
 import uuid
 
-from bettercompute.world import World
+from bettercompute.world import Onward, World
 
 # A Sunday; far enough from today that a real clock read by mistake shows.
 EPOCH_MS = 1_893_456_000_000
@@ -18,7 +18,7 @@ class SimulatedClock:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.wall_offset_ms = 0
         self.leapt_ms = 0
-        """By how much the monotonic clock has leapt: forwards only, as the kernel promises."""
+        """By how much the monotonic clock has leapt."""
         self._loop = loop
 
     def now_ms(self) -> int:
@@ -28,6 +28,22 @@ class SimulatedClock:
     def monotonic_ms(self) -> int:
         """Return milliseconds since boot, suspended time included."""
         return int(self._loop.time() * 1000) + self.leapt_ms
+
+
+class OnwardClock:
+    """The clocks of a host as one process reads them, whose monotonic one is kept from stepping back."""
+
+    def __init__(self, host: SimulatedClock) -> None:
+        self._host = host
+        self._onward = Onward()
+
+    def now_ms(self) -> int:
+        """Return what the host takes for Unix milliseconds."""
+        return self._host.now_ms()
+
+    def monotonic_ms(self) -> int:
+        """Return milliseconds that do not step back while this process lives."""
+        return self._onward.read(self._host.monotonic_ms())
 
 
 class SeededDice:
@@ -65,4 +81,4 @@ class SeededIds:
 
 def make_world(seed: str, *, clock: SimulatedClock) -> World:
     """Return the world of one process on a host with this clock."""
-    return World(clock=clock, dice=SeededDice(f"{seed} dice"), ids=SeededIds(f"{seed} ids", clock))
+    return World(clock=OnwardClock(clock), dice=SeededDice(f"{seed} dice"), ids=SeededIds(f"{seed} ids", clock))

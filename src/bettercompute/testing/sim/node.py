@@ -60,6 +60,11 @@ class Node(Protocol):
         ...
 
     @property
+    def joining(self) -> bool:
+        """Return whether it waits to join anew by a token."""
+        ...
+
+    @property
     def live(self) -> bool:
         """Return whether it has a session."""
         ...
@@ -114,6 +119,10 @@ class Node(Protocol):
 
     def clone(self, name: str) -> Node:
         """Start another machine with a copy of its disk."""
+        ...
+
+    def second_daemon(self, name: str) -> Callable[[], None]:
+        """Start another daemon on the same state folder, and again whenever it ends; return what ends it."""
         ...
 
     def damage_journal(self) -> None:

@@ -38,6 +38,7 @@ async def journal_lost(stage: Stage, for_s: float) -> None:
     del for_s
     node = stage.rng.choice(stage.nodes)
     stage.tell(f"{node.node_id} loses its journal")
+    stage.frames.journal_gone(node.node_id)
     node.lose_journal()
 
 
@@ -104,6 +105,7 @@ async def journal_damage(stage: Stage, for_s: float) -> None:
     if node is None:
         return
     stage.tell(f"bits of the journal of {node.node_id} are flipped")
+    stage.frames.journal_gone(node.node_id)
     node.damage_journal()
 
 
@@ -115,6 +117,17 @@ async def services_away(stage: Stage, for_s: float) -> None:
     stage.registrar.away = True
     await asyncio.sleep(for_s)
     stage.registrar.away = False
+
+
+async def second_daemon(stage: Stage, for_s: float) -> None:
+    """Run a second daemon on a node's state folder: only one of the two may be a node at a time."""
+    node = _with_disk(stage)
+    if node is None:
+        return
+    stage.tell(f"a second daemon is started on the state folder of {node.node_id}, for {for_s:.1f} s")
+    end = node.second_daemon(f"{node.node_id}-second{stage.faults['second-daemon']}")
+    await asyncio.sleep(for_s)
+    end()
 
 
 def _with_disk(stage: Stage) -> Node | None:

@@ -30,6 +30,8 @@ class Fleet:
     handshakes_per_s: float = 200
     certificate_life_s: float = 86_400
     """Of nodes that renew theirs: those with a disk."""
+    signing: bool = False
+    """Intent is signed by a worker key, and bcd takes no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,8 @@ _ABOVE_ZERO = frozenset({"gateways", "workers", "every_s", "streams_max", "hands
 def _fault(key: str, value: object, kind: str) -> str:
     """Return what is wrong with a value, or nothing; `kind` is the field's annotation."""
     match kind:
+        case "bool":
+            return "" if isinstance(value, bool) else "is neither true nor false"
         case "str":
             return "" if isinstance(value, str) else "is no text"
         case "Range":

@@ -62,6 +62,8 @@ class Outcome:
     settled_s: float | None
     """How long after the last fault everything had settled."""
     faults: Mapping[str, int]
+    met: Mapping[str, int]
+    """What they have led to: that a rule was put to the test at all."""
     statements: int
     frames: int
     commands: int
@@ -118,6 +120,7 @@ async def _run(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Outc
         real_s=time.perf_counter() - began,
         settled_s=settled_s,
         faults=dict(stage.faults),
+        met=dict(stage.frames.met),
         statements=stage.server.statements,
         frames=stage.frames.frames,
         commands=len(stage.ledger.rows["commands"]),
@@ -144,6 +147,7 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Stage:
         folder=folder,
         gateways=gateways,
         certificate_life_ms=int(scenario.fleet.certificate_life_s * 1000),
+        signing=scenario.fleet.signing,
     )
     cluster = Cluster(server, network, registrar=registrar, seed=str(seed))
     operator_process = cluster.new_process("operator")
@@ -165,6 +169,7 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Stage:
         operator=SimulatedDatabase(server, dice=world.dice, client=operator_process.name, limits=SERVER_LIMITS),
         operator_process=operator_process,
         world=world,
+        signing=registrar.signing(world),
         node_parts=NodeParts(
             network=network,
             registrar=registrar,
@@ -202,6 +207,7 @@ def _populate(stage: Stage) -> None:
     for number in range(1, fleet.nodes + 1):
         joined = stage.registrar.join(f"n{number}")
         stage.nodes.append(FakeNode(joined, stage.node_parts, SimulatedClock(loop)))
+    stage.frames.checks_signatures = {f"d{number}" for number in range(1, fleet.daemons + 1)}
     for number in range(1, fleet.daemons + 1):
         stage.nodes.append(BcdNode.make(f"d{number}", parts=stage.node_parts, clock=SimulatedClock(loop)))
     for node in stage.nodes:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from bettercompute.errors import BetterComputeError
 from bettercompute.store.database import Database
+from bettercompute.store.signing import Signing
+from bettercompute.testing.sim import ledger
 from bettercompute.testing.sim.cluster import Cluster, GatewayHost, WorkerHost
 from bettercompute.testing.sim.fleet import Registrar
 from bettercompute.testing.sim.invariants import TransactionRules, Verdict
@@ -44,6 +46,10 @@ class Stage:
     operator_process: SimulatedProcess
     world: World
     node_parts: NodeParts
+    copy_kept: bool = False
+    """Whether there is a copy of the database that may come back: one at a time."""
+    signing: Signing | None = None
+    """What signs intent; None: this installation signs nothing."""
     nodes: list[Node] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     story: list[str] = field(default_factory=list)
@@ -85,6 +91,13 @@ class Stage:
 
     def _lost_identity(self, node: Node) -> str:
         """Return why a node needs a new identity, or nothing."""
+        standing = self.ledger.row("nodes", node.node_id)
+        if node.joining:
+            return "" if self.registrar.knows_token(node.node_id) else "was to be had for a token that is gone"
+        if standing is None:
+            return "is of a node that was forgotten"
+        if standing["revoked_at"] is not None:
+            return "was revoked"
         row = self.ledger.row("node_certs", node.serial)
         if row is None:
             return ""
@@ -95,6 +108,16 @@ class Stage:
         # The copy of a disk renews as the original does, and shuts it out. Nothing else may do that.
         copied = node.node_id in self.frames.copied
         return "was superseded by that of its copy" if copied and row["superseded_at"] is not None else ""
+
+    def went_back(self) -> None:
+        """Judge by the database as it is now: one of an earlier time."""
+        before = self.ledger.rows
+        self.ledger.rows = {}
+        ledger.reload(self.ledger, self.server)
+        if any(before[table] != rows for table, rows in self.ledger.rows.items() if table != "leases"):
+            self.frames.met["commits-lost-with-the-database"] += 1
+        self.transactions.went_back()
+        self.frames.went_back()
 
     def committed(self, client: str, heard: list[Notification]) -> None:
         """Judge a transaction and add it to the trace."""

@@ -5,6 +5,7 @@ The tap sees a frame when the node does: an ack that was overtaken by nothing mu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from bettercompute.protocol import messages
@@ -29,8 +30,12 @@ class FrameRules:
         """Nodes whose journal may be full: they refuse what they have credits for."""
         self.copied: dict[str, int] = {}
         """When a node last ran from a copy of its disk, by node."""
-        self.excused = 0
-        """Second runs that nobody could have prevented."""
+        self.forged: set[str] = set()
+        """Commands that no worker key has signed, where intent is signed."""
+        self.checks_signatures: set[str] = set()
+        """Nodes with a daemon that judges them: the FakeDaemon believes anybody."""
+        self.met: Counter[str] = Counter()
+        """What faults have led to, by name: that a rule was put to the test at all."""
         self._running: dict[str, set[str]] = {}
         """What each node named as running in the Hello of its present stream."""
         self._overdrawn: set[str] = set()
@@ -40,8 +45,16 @@ class FrameRules:
         self._runs: dict[str, list[tuple[str, int]]] = {}
         self._unseen: dict[str, bool] = {}
         """Of each command as it was last delivered: whether nothing of it was stored then."""
-        self._epochs: dict[str, int] = {}
-        """At which epoch each machine was welcomed last."""
+        self._back_ms = -1
+        """When the database became an earlier one last."""
+        self._forgotten: dict[str, int] = {}
+        """When a node was forgotten last."""
+        self._stale_streams = 0
+        """Those up to this number were opened before that: what they say may have been true then."""
+        self._journal_gone: dict[str, int] = {}
+        """When a node's journal was lost, damaged or replaced last."""
+        self._epochs: dict[str, tuple[int, int]] = {}
+        """At which epoch each machine was welcomed last, and when."""
         self.told_events: dict[tuple[str, str], dict[int, str]] = {}
         """Ids of the events that were said, by seq, of each node's journals."""
 
@@ -50,10 +63,10 @@ class FrameRules:
         self.frames += 1
         match frame.WhichOneof("frame"):
             case "welcome":
-                self._welcome(node_id, frame.welcome, machine=machine)
+                self._welcome(node_id, frame.welcome, machine=machine, stale=stream <= self._stale_streams)
             case "command":
                 self._command(node_id, frame.command, stream=stream)
-            case "ack":
+            case "ack" if stream > self._stale_streams:
                 self._ack(node_id, frame.ack)
 
     def sent(self, node_id: str, frame: messages.AgentFrame, *, stream: int) -> None:
@@ -77,34 +90,59 @@ class FrameRules:
     def copied_disk(self, node_id: str) -> None:
         """Note that a node runs from a copy of its disk from now on."""
         self.copied[node_id] = self._monotonic_ms()
+        self.journal_gone(node_id)
+
+    def journal_gone(self, node_id: str) -> None:
+        """Note that a node does not remember what it did: where the database does not either, nobody does."""
+        self._journal_gone[node_id] = self._monotonic_ms()
+
+    def forgotten(self, node_id: str) -> None:
+        """Note that the database knows nothing of a node any more."""
+        self._forgotten[node_id] = self._monotonic_ms()
+
+    def went_back(self) -> None:
+        """Note that the database is an earlier one from now on."""
+        self._back_ms = self._monotonic_ms()
+        self._stale_streams = self.streams
+
+    def _nobody_remembers(self, node_id: str, *, since_ms: int) -> bool:
+        """Return whether both the database and the node's journal have lost what was at this time."""
+        back_ms = max(self._back_ms, self._forgotten.get(node_id, -1))
+        return min(back_ms, self._journal_gone.get(node_id, -1)) >= since_ms
 
     def began(self, node_id: str, command_id: str, kind: str, *, who: str) -> None:
         """Note that a command's effect began at a node; `who` names the process."""
+        if command_id in self.forged and node_id in self.checks_signatures:
+            self._verdict.broken("only signed intent runs", f"{command_id} ({kind}) began at {node_id}, by {who}")
         runs = self._runs.setdefault(command_id, [])
         runs.append((who, self._monotonic_ms()))
         if len(runs) == 1 or KINDS[kind].retry_safe:
             return
         # A copy of a disk from between a Hello and its Welcome is a state that a sound node can be in: where nothing
         # that was said since has become durable, nobody can tell that it is old.
-        if self._unseen.get(command_id) and self.copied.get(node_id, -1) >= runs[-2][1]:
-            self.excused += 1
+        unseen = self._unseen.get(command_id)
+        if unseen and self.copied.get(node_id, -1) >= runs[-2][1]:
+            self.met["second-run-excused"] += 1
+            return
+        if unseen and self._nobody_remembers(node_id, since_ms=runs[-2][1]):
+            self.met["second-run-excused"] += 1
             return
         text = f"{command_id} ({kind}) began {len(runs)} times at {node_id}: {runs}"
         self._verdict.broken("a command runs at most once unless retry-safe", text)
 
-    def _welcome(self, node_id: str, welcome: messages.Welcome, *, machine: str) -> None:
+    def _welcome(self, node_id: str, welcome: messages.Welcome, *, machine: str, stale: bool) -> None:
         # Of two machines with one identity, one may hear its Welcome after the other's later one.
-        last = self._epochs.get(machine, 0)
-        if welcome.epoch <= last:
+        last, last_ms = self._epochs.get(machine, (0, 0))
+        if welcome.epoch <= last and not self._nobody_remembers(node_id, since_ms=last_ms):
             self._verdict.broken("epochs rise", f"{machine} was welcomed at {welcome.epoch} after {last}")
-        self._epochs[machine] = welcome.epoch
+        self._epochs[machine] = (welcome.epoch, self._monotonic_ms())
         self._overdrawn.discard(node_id)
         for command_id in self._running.get(node_id, ()):
             row = self._ledger.row("commands", command_id)
             if row is None or row["state"] >= TERMINAL_FROM:
                 self._overdrawn.add(node_id)
         session = self._ledger.row("node_sessions", node_id)
-        if session is None or session["session_epoch"] < welcome.epoch:
+        if not stale and (session is None or session["session_epoch"] < welcome.epoch):
             text = f"{node_id} was welcomed at {welcome.epoch}, the row says {session}"
             self._verdict.broken("no welcome before it is durable", text)
 
@@ -112,7 +150,7 @@ class FrameRules:
         command_id = messages.CommandBody.FromString(command.body).command_id
         self._unseen[command_id] = not command.seen
         settled = self._settled.setdefault(stream, set())
-        if command_id in settled:
+        if command_id in settled and stream > self._stale_streams:
             text = f"{command_id} was sent to {node_id}, which had said on this stream that it has it"
             self._verdict.broken("a command is sent once a stream", text)
         settled.add(command_id)
@@ -135,12 +173,15 @@ class FrameRules:
 
     def _update(self, node_id: str, update: messages.CommandUpdate, *, stream: int) -> None:
         busy = update.reject_reason == messages.COMMAND_REJECT_REASON_BUSY
+        if update.state == messages.COMMAND_STATE_REJECTED and update.command_id in self.forged and not busy:
+            self.met["unsigned-intent-refused"] += 1
         if busy:
             self._settled.setdefault(stream, set()).discard(update.command_id)
         if (
             update.state == messages.COMMAND_STATE_REJECTED
             and busy
             and node_id not in self.busy_expected | self._overdrawn
+            and stream > self._stale_streams
         ):
             self._verdict.broken("credits are never exceeded", f"{node_id} had no credit left for {update.command_id}")
 

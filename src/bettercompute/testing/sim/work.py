@@ -15,6 +15,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, pack_payload
 from bettercompute.store import commands, specs, waiting
 from bettercompute.store.database import Transaction
+from bettercompute.store.signing import signer_of
 from bettercompute.testing.sim.node import DURATIONS_S
 from bettercompute.testing.sim.stage import Stage
 
@@ -37,7 +38,7 @@ async def enqueue_for_ever(stage: Stage) -> None:
         for _ in range(stage.rng.choice(BURSTS)):
             command_id = stage.world.ids.uuid7()
             try:
-                await _enqueue(stage, node.node_id, command_id, kind=kind)
+                await enqueue(stage, node.node_id, command_id, kind=kind)
             except BetterComputeError as error:
                 stage.tell(f"{command_id} was not enqueued: {error.message}")
                 break
@@ -45,7 +46,8 @@ async def enqueue_for_ever(stage: Stage) -> None:
                 stage.operator_process.spawn(_cancel_later(stage, command_id))
 
 
-async def _enqueue(stage: Stage, node_id: str, command_id: str, *, kind: str) -> None:
+async def enqueue(stage: Stage, node_id: str, command_id: str, *, kind: str, forged: bool = False) -> None:
+    """Enqueue a command as the API does, signed where intent is; `forged`: without the signature."""
     known = KINDS[kind]
     now_ms = stage.server.now_ms()
     not_after_ms = now_ms + int(stage.rng.uniform(*NOT_AFTER_MS))
@@ -62,13 +64,19 @@ async def _enqueue(stage: Stage, node_id: str, command_id: str, *, kind: str) ->
             seq=seq,
             issued_at_ms=now_ms,
         )
+        signer = None if forged else await signer_of(stage.signing, transaction)
+        stored = body.SerializeToString()
+        if forged:
+            stage.frames.forged.add(command_id)
         new = commands.NewCommand(
             command_id=command_id,
             node_id=node_id,
             kind=kind,
             lane=int(known.lane),
             seq=seq,
-            body=body.SerializeToString(),
+            body=stored,
+            signature=None if signer is None else signer.sign_command(stored),
+            signed_under=None if signer is None else signer.root_sha256,
             created_by="operator",
             not_after_ms=not_after_ms,
             timeout_ms=known.timeout_ms,
@@ -137,7 +145,8 @@ async def specs_for_ever(stage: Stage) -> None:
 
 async def _desire(stage: Stage, transaction: Transaction, *, node_id: str) -> None:
     locked = await specs.lock(transaction, node_id=node_id)
-    assert locked is not None, "every node has joined"
+    if locked is None:
+        return  # it was forgotten
     spec = messages.NodeSpec()
     if locked.body is not None and stage.rng.random() < PATCH_SHARE:
         spec.CopyFrom(locked.body.full)
@@ -154,6 +163,7 @@ async def _desire(stage: Stage, transaction: Transaction, *, node_id: str) -> No
             generation=next_generation(locked.generations),
             issued_at_ms=locked.now_ms,
         ),
+        signer=await signer_of(stage.signing, transaction),
     )
     await specs.publish(
         transaction, new, node_id=node_id, issued_at_ms=locked.now_ms, issued_by="operator", why="a simulation"
