@@ -3,7 +3,9 @@
 A command is enqueued as the API does it (one transaction, then NOTIFY), marked and sent by the gateway, answered by its
 FakeDaemon at once with RUNNING and SUCCEEDED, committed, and acked. Its time ends when the FakeDaemon holds the ack,
 which follows the commit, in the same process and by the same clock as it began. At saturation all are enqueued as fast
-as the database takes them and the rate is what came out; paced they come singly, 200 a second.
+as the database takes them and the rate is what came out; paced they come singly, 200 a second. Beside the paced times
+stand what share of them is what: until enqueued, until it reached its FakeDaemon, how long each process was ready and
+had no core, and how long the disk takes for a commit, of which three follow each other.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
 from bench.fakes import connected_fleet
-from bench.measure import Figures, Shares, allow_many_files, options, percentile, report
+from bench.measure import Figures, Shares, allow_many_files, fdatasync_ms, options, percentile, report
 from bench.stack import BenchStack, add_nodes, stack
 from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN
 from bettercompute.protocol import messages
@@ -59,10 +61,25 @@ class Acks:
 
     def __init__(self, daemons: Sequence[FakeDaemon]) -> None:
         self.began: dict[str, float] = {}
+        self.enqueued_ms: list[float] = []
+        """Until the operator has the answer."""
+        self.reached_ms: list[float] = []
+        """Until the FakeDaemon holds the command."""
         self.took_ms: list[float] = []
+        """Until it holds the ack of its end."""
         self.all_acked = asyncio.Event()
         for daemon in daemons:
             daemon.on_ack = self.take
+            daemon.commands.on_begin = self.reach
+
+    def restart(self) -> None:
+        """Forget the times."""
+        for times in (self.enqueued_ms, self.reached_ms, self.took_ms):
+            times.clear()
+
+    def reach(self, body: messages.CommandBody) -> None:
+        """Take the arrival of a command."""
+        self.reached_ms.append((time.perf_counter() - self.began[body.command_id]) * 1000)
 
     def take(self, ack: messages.Ack) -> None:
         """Take an ack."""
@@ -94,6 +111,7 @@ async def enqueue(database: Database, node_ids: Sequence[str], *, world: World, 
         acks.began |= dict.fromkeys((command.command_id for command in made), began)
         await commands.enqueue(transaction, made)
     await hints.tell(database, {channels.DISPATCH: node_ids})
+    acks.enqueued_ms.append((time.perf_counter() - began) * 1000)
 
 
 def _command(node_id: str, *, seq: int, now_ms: int, world: World) -> NewCommand:
@@ -147,7 +165,7 @@ async def paced(
     """Enqueue singly, at even distances; one that is late is not caught up with."""
     loop = asyncio.get_running_loop()
     turn = cycle(daemon.node_id for daemon in daemons)
-    acks.took_ms.clear()
+    acks.restart()
     count = round(sizes.paced_s * sizes.paced_per_s)
     shares.restart()
     began = loop.time()
@@ -158,8 +176,11 @@ async def paced(
     await acks.wait()
     return {
         "paced_cpu_us": shares.gateway_s * 1e6 / count,
+        "enqueued_p50_ms": percentile(acks.enqueued_ms, 0.5),
+        "reached_p50_ms": percentile(acks.reached_ms, 0.5),
         "p50_ms": percentile(acks.took_ms, 0.5),
         "p99_ms": percentile(acks.took_ms, 0.99),
+        **{f"paced_{name}": waited for name, waited in shares.waited_per(count).items()},
     }
 
 
@@ -177,7 +198,12 @@ async def measure(running: BenchStack, sizes: Sizes) -> None:
                 single = await paced(database, daemons, sizes, shares=shares, world=world, acks=acks)
                 runs.append({**full, **single})
             ended = sum(len(daemon.endings) for daemon in daemons)
-        facts = {"daemons": sizes.daemons, "commands": sizes.commands, "paced_per_s": sizes.paced_per_s}
+        disk_ms = fdatasync_ms(running.folder)
+        disk = {
+            f"fdatasync_{name}_ms": round(percentile(disk_ms, share), 2)
+            for name, share in (("p50", 0.5), ("p99", 0.99))
+        }
+        facts = {"daemons": sizes.daemons, "commands": sizes.commands, "paced_per_s": sizes.paced_per_s, **disk}
         report("commands", runs, **facts, streams_lost=ended)
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from bench.stack import BenchNode
 from bettercompute.testing.fake_daemon import FakeDaemon
 from bettercompute.testing.fake_dial import over_tls
+from bettercompute.transport.streams import tune_collector
 from bettercompute.world import World
 
 # Dials at once: more than 64 pending Hellos are refused and would come back later.
@@ -34,6 +35,8 @@ async def connected_fleet(
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
             for _ in range(CONNECTS_AT_ONCE):
                 group.create_task(connect())
+        # A pause of the bench's own collector, over all these objects, would be told as the gateway's.
+        tune_collector()
         yield daemons
     finally:
         for task in tasks:

@@ -15,6 +15,7 @@ import platform
 import resource
 import statistics
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,16 +68,23 @@ class Shares:
 
     def __init__(self, *, gateway: int, database: int) -> None:
         self._gateway, self._database, self._bench = Meter(gateway), TreeMeter(database), Meter(os.getpid())
-        self._before = self._read()
+        self._process_ids = gateway, database, os.getpid()
+        self._before, self._waited_before = self._read(), self._waited()
 
     def restart(self) -> None:
         """Begin anew."""
-        self._before = self._read()
+        self._before, self._waited_before = self._read(), self._waited()
 
     @property
     def gateway_s(self) -> float:
         """Return the gateway's processor time since the beginning."""
         return self._read()[0] - self._before[0]
+
+    def waited_per(self, count: int) -> Figures:
+        """Return microseconds that gateway, database and this process stood ready and had no core, by item."""
+        names = ("core_wait_us", "database_core_wait_us", "bench_core_wait_us")
+        spent = zip(names, self._waited_before, self._waited(), strict=True)
+        return {name: (after - before) / 1e3 / count for name, before, after in spent}
 
     def per(self, count: int) -> Figures:
         """Return microseconds for each of `count` items: gateway, database, and this process, which plays the rest."""
@@ -87,11 +95,42 @@ class Shares:
     def _read(self) -> tuple[float, float, float]:
         return self._gateway.read().cpu_s, self._database.cpu_s(), self._bench.read().cpu_s
 
+    def _waited(self) -> tuple[int, int, int]:
+        gateway, database, bench = self._process_ids
+        return _waited_ns(gateway), _waited_ns(database, children=True), _waited_ns(bench)
+
+
+def _waited_ns(process_id: int, *, children: bool = False) -> int:
+    """Return how long the threads of a process have stood ready and had no core, as the kernel counts it."""
+    process_ids = [process_id]
+    if children:
+        process_ids += [child.pid for child in psutil.Process(process_id).children(recursive=True)]
+    waited = 0
+    for known in process_ids:
+        for thread in Path(f"/proc/{known}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # it has ended
+                waited += int(thread.read_text(encoding="ascii").split()[1])
+    return waited
+
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` of all lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def fdatasync_ms(folder: Path, *, times: int = 200) -> list[float]:
+    """Return how long writes of 8 KiB take to reach the disk of a folder: what each commit waits for."""
+    took = []
+    with (folder / "fdatasync").open("wb") as file:
+        for _ in range(times):
+            file.seek(0)
+            file.write(b"x" * 8192)
+            file.flush()
+            began = time.perf_counter()
+            os.fdatasync(file.fileno())
+            took.append((time.perf_counter() - began) * 1000)
+    return took
 
 
 def report(bench: str, runs: Sequence[Figures], **facts: object) -> dict[str, object]:
