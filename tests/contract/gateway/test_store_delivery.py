@@ -228,6 +228,8 @@ async def test_held_commands_are_sent_again_in_their_own_epoch_only(fleet):
     assert [(item.command.command_id, item.command.attempt, item.command.seen) for item in marked] == [
         ("mine", 2, CommandState.ACKED)
     ]
+    await fleet.query("UPDATE commands SET cancel_requested_at = now(), cancel_requested_by = 'op' WHERE id = 'mine'")
+    assert await delivery.dispatch(fleet, [demand(pending=0, held=("mine",))], lease=seed.LEASE) == []
 
 
 async def test_a_dispatch_that_waited_for_a_hello_marks_nothing(fleet):
@@ -341,7 +343,14 @@ async def test_the_last_output_of_a_command_is_kept(fleet):
     foreign = delivery.OutputPiece(node_id="node-b", command_id="c1", offset=8 * size, data=b"x", dropped_bytes=0)
     await delivery.store_output(fleet, [foreign])
     rows = await fleet.query("SELECT output_offset FROM command_output ORDER BY output_offset")
-    assert [row["output_offset"] // size for row in rows] == [3, 4, 5, 6, 7]
+    assert [row["output_offset"] // size for row in rows] == [4, 5, 6, 7]
+    for number in range(8):  # a daemon whose pieces lie over each other
+        piece = delivery.OutputPiece(
+            node_id="node-a", command_id="c1", offset=8 * size + number, data=b"x" * size, dropped_bytes=0
+        )
+        await delivery.store_output(fleet, [piece])
+    [row] = await fleet.query("SELECT sum(octet_length(data)) AS bytes FROM command_output")
+    assert row["bytes"] == 4 * size
 
 
 async def test_cancels_and_the_poll_name_the_nodes_with_work(fleet):

@@ -150,12 +150,16 @@ ON CONFLICT DO NOTHING;
 
 -- name: delivery.trim_output
 -- fact
-WITH kept AS MATERIALIZED (
-  SELECT o.command_id, max(o.output_offset) - :kept_bytes AS first_kept FROM command_output o
-  WHERE o.command_id = ANY (:command_ids::text[]) GROUP BY o.command_id
+WITH sized AS MATERIALIZED (
+  -- By what is there and not by offsets, which are the daemon's word: a piece at each of them would be kept.
+  SELECT o.command_id, o.output_offset,
+    sum(octet_length(o.data)) OVER (PARTITION BY o.command_id ORDER BY o.output_offset DESC) - octet_length(o.data)
+      AS bytes_after
+  FROM command_output o WHERE o.command_id = ANY (:command_ids::text[])
 ), locked AS MATERIALIZED (
-  SELECT o.command_id, o.output_offset FROM command_output o JOIN kept ON kept.command_id = o.command_id
-  WHERE o.output_offset + octet_length(o.data) <= kept.first_kept
+  SELECT o.command_id, o.output_offset
+  FROM command_output o JOIN sized ON sized.command_id = o.command_id AND sized.output_offset = o.output_offset
+  WHERE sized.bytes_after >= :kept_bytes
   ORDER BY o.command_id, o.output_offset
   FOR UPDATE OF o
 )
