@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from bettercompute.errors import Refused
 from bettercompute.pki import quorum
 from bettercompute.protocol import messages
-from bettercompute.protocol.frames import unknown_field_numbers
+from bettercompute.protocol.frames import says_more
 from bettercompute.protocol.kinds import KINDS, CommandKind, unpack_payload
 from bettercompute.protocol.statuses import Reason, refuse
 
@@ -88,7 +88,7 @@ def _body(batch_id: str, command: OfferedCommand) -> messages.CommandBody:
         raise _wrong(batch_id, f"the body of command {command.command_id} does not decode") from error
     if (body.command_id, body.node_id, body.kind) != (command.command_id, command.node_id, command.kind):
         raise _wrong(batch_id, f"command {command.command_id} is shown as another than its body is")
-    if unknown_field_numbers(body):
+    if says_more(body):
         raise _wrong(batch_id, f"command {command.command_id} says more than this release can read: use a newer one")
     return body
 
@@ -98,7 +98,7 @@ def _payload_bytes(batch_id: str, kind: CommandKind, body: messages.CommandBody)
         payload = unpack_payload(kind, body)
     except Refused as refused:
         raise _wrong(batch_id, refused.message) from refused
-    if unknown_field_numbers(payload):
+    if says_more(payload):
         raise _wrong(batch_id, f"the payload of {kind.name} says more than this release can read: use a newer one")
     return payload.SerializeToString(deterministic=True)
 

@@ -86,6 +86,14 @@ def canonical_bytes(message: messages.ProtoMessage) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
+def says_more(message: messages.ProtoMessage) -> bool:
+    """Say whether this message, or one inside of it, has a field that this release does not know."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    return known.ByteSize() != message.ByteSize()
+
+
 def unknown_field_numbers(message: messages.ProtoMessage) -> tuple[int, ...]:
     """Return the numbers of top-level fields that this release does not know, ascending, each once."""
     unknown = UnknownFieldSet(message)

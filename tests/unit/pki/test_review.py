@@ -29,6 +29,17 @@ def offered(node_id: str, *, kind: str = "node.reboot", delay_ms: int = 0, extra
     return OfferedCommand(command_id=body.command_id, node_id=node_id, kind=kind, body=encoded)
 
 
+def packed(node_id: str, payload: bytes, *, inside: bytes = b"") -> OfferedCommand:
+    made = offered(node_id)
+    body = messages.CommandBody.FromString(made.body)
+    body.payload.value = payload
+    body.payload.MergeFromString(inside)
+    return replace(made, body=body.SerializeToString())
+
+
+UNKNOWN = b"\xa0\x1f\x01"
+
+
 def root_of(commands: list[OfferedCommand]) -> bytes:
     return quorum.scope_root(
         [
@@ -70,9 +81,24 @@ TWO = [offered("n1"), offered("n2")]
         ([offered("n1", kind="node.melt")], None, "not known to this release"),
         ([offered("n1"), offered("n2", kind="gpu.reset")], None, "mixes kinds"),
         ([offered("n1", kind="gpu.reset")], None, "gpu.reset"),
-        ([offered("n1", extra=b"\xa0\x1f\x01")], None, "more than this release can read"),
+        ([offered("n1", extra=UNKNOWN)], None, "more than this release can read"),
+        ([packed("n1", UNKNOWN)], None, "more than this release can read"),
+        ([packed("n1", b"", inside=UNKNOWN)], None, "more than this release can read"),
     ],
-    ids=["none", "fewer", "order", "node", "kind", "bytes", "unknown", "mixed", "payload", "field"],
+    ids=[
+        "none",
+        "fewer",
+        "order",
+        "node",
+        "kind",
+        "bytes",
+        "unknown",
+        "mixed",
+        "payload",
+        "field",
+        "in payload",
+        "around payload",
+    ],
 )
 def test_what_does_not_fit_is_not_shown(commands: list[OfferedCommand], scope_root: bytes | None, says: str) -> None:
     with pytest.raises(Refused, match=says) as caught:

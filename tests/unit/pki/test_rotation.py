@@ -17,6 +17,13 @@ ROOT = Purpose.COMMAND_ROOT
 LATER = Dependents(now_ms=rotation.SETTLE_MS + 1)
 
 
+def test_a_switch_waits_for_absent_nodes_only_where_they_could_not_come_and_hear() -> None:
+    assert {purpose for purpose in Purpose if rotation.waits_for_absent(purpose)} == {
+        Purpose.SERVING_CA,
+        Purpose.JOIN_SIGNING,
+    }
+
+
 def key(name: str, stage: KeyStage, purpose: Purpose = ROOT) -> TrustedKey:
     return TrustedKey(purpose=purpose, key_sha256=name * 64, public_der=name.encode(), stage=stage, first_version=1)
 
