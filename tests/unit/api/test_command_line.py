@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from bettercompute.api import events
 from bettercompute.api.app import create_app
 from bettercompute.api.context import ApiContext
-from bettercompute.cli import client, running
+from bettercompute.cli import client, rolling, running
 from bettercompute.cli.better_compute import app
 from bettercompute.errors import Unavailable
 from bettercompute.server import http
@@ -58,7 +58,7 @@ async def bettercompute(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., asyncio.Task[Result]]]:
     """Runs the command line in a thread. A run that nobody ends gives up in time for the thread to end, too."""
-    monkeypatch.setattr(running, "GRACE_S", 0.0)
+    monkeypatch.setattr(rolling, "GRACE_S", 0.0)
     opened: list[client.ApiClient] = []
     make = client.ApiClient.__init__
 
@@ -163,7 +163,7 @@ async def test_a_rolling_run_asks_a_few_at_a_time_until_too_many_fail(
 async def test_a_run_and_its_steps_survive_a_restart_of_the_api(
     bettercompute, asked, database, served, four_nodes, monkeypatch
 ) -> None:
-    monkeypatch.setattr(running, "RETRY_S_MIN", 0.01)
+    monkeypatch.setattr(rolling, "RETRY_S_MIN", 0.01)
     run = bettercompute("run", "inventory.refresh", "--selector", "site=default", "--max-concurrency", "3", "--json")
     assert await asked() == ["n1", "n2", "n3"]
     await served.restart()
@@ -181,7 +181,8 @@ async def test_a_run_and_its_steps_survive_a_restart_of_the_api(
 async def test_an_api_that_stays_away_ends_the_wait_and_names_the_way_back(
     bettercompute, asked, served, four_nodes, monkeypatch
 ) -> None:
-    monkeypatch.setattr(running, "RESTART_S", 0.2)
+    for module in (rolling, running):
+        monkeypatch.setattr(module, "RESTART_S", 0.2)
     run = bettercompute("run", "inventory.refresh", "--node", "n1")
     await asked()
     await served.stop()
