@@ -294,8 +294,9 @@ async def test_what_was_accepted_once_stays_in_flight_when_refused_busy(fleet, s
     await seed.add_command(fleet, "node-a", "c1", state=int(state), key=KEY)
     result = await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished")
     assert (result["c1"].state, result["c1"].command.command_id) == (state, "c1")
-    [row] = await fleet.query("SELECT state, session_id, not_before, busy_count FROM commands")
+    [row] = await fleet.query("SELECT state, session_id, not_before, busy_count, held_back FROM commands")
     assert (row["state"], row["session_id"], row["not_before"], row["busy_count"]) == (state, "session-a", None, 1)
+    assert row["held_back"]
 
 
 async def test_status_generations_and_trust_only_rise(fleet):
@@ -354,6 +355,8 @@ async def test_the_last_output_of_a_command_is_kept(fleet):
 
 
 async def test_cancels_and_the_poll_name_the_nodes_with_work(fleet):
+    await seed.add_command(fleet, "node-a", "later", not_before_s=60)
+    await seed.add_command(fleet, "node-a", "too-late", not_after_s=-1)
     assert await delivery.nodes_with_work(fleet, gateway_id=seed.LEASE.gateway_id) == []
     await seed.add_command(fleet, "node-a", "c1", state=3, key=KEY)
     await seed.add_command(fleet, "node-b", "c2")
