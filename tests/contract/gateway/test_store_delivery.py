@@ -333,6 +333,20 @@ async def test_status_generations_and_trust_only_rise(fleet):
         assert row["both"] == then
 
 
+async def test_a_daemon_says_nothing_of_conditions_that_others_made(fleet):
+    await fleet.query(
+        "INSERT INTO node_conditions (node_id, type, source, status)"
+        " VALUES ('node-a', 'DuplicateIdentity', 'inventory', 'true')"
+    )
+    denied = messages.Condition(type="DuplicateIdentity", status=messages.CONDITION_STATUS_FALSE)
+    for conditions in ([denied], []):
+        report = messages.StatusReport(conditions=conditions).SerializeToString() or b"\x08\x00"
+        status = delivery.StatusNews(node_id="node-a", observed_generation=1, applied_generation=1, report=report)
+        await delivery.store_statuses(fleet, [status])
+        [row] = await fleet.query("SELECT type, source, status FROM node_conditions")
+        assert (row["type"], row["source"], row["status"]) == ("DuplicateIdentity", "inventory", "true")
+
+
 async def test_the_last_output_of_a_command_is_kept(fleet):
     await seed.add_command(fleet, "node-a", "c1", state=4, key=KEY)
     size = 16 * 1024
