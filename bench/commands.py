@@ -29,7 +29,7 @@ from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN
 from bettercompute.protocol import messages
 from bettercompute.protocol.frames import encode_message
 from bettercompute.protocol.kinds import KINDS, pack_payload
-from bettercompute.store import channels, commands, hints
+from bettercompute.store import commands
 from bettercompute.store.commands import NewCommand
 from bettercompute.store.database import Database
 from bettercompute.testing.fake_daemon import FakeDaemon
@@ -110,7 +110,6 @@ async def enqueue(database: Database, node_ids: Sequence[str], *, world: World, 
         ]
         acks.began |= dict.fromkeys((command.command_id for command in made), began)
         await commands.enqueue(transaction, made)
-    await hints.tell(database, {channels.DISPATCH: node_ids})
     acks.enqueued_ms.append((time.perf_counter() - began) * 1000)
 
 

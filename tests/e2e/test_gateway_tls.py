@@ -17,7 +17,8 @@ from bettercompute.pki.identity import NodeIdentity
 from bettercompute.protocol import messages, service
 from bettercompute.protocol.frames import decode_message, encode_message
 from bettercompute.protocol.statuses import Status
-from bettercompute.store.database import GATEWAY_LIMITS, Database
+from bettercompute.store.database import Database
+from bettercompute.store.limits import GATEWAY_LIMITS
 from bettercompute.system import system_world
 from bettercompute.transport.streams import (
     ClientCall,

@@ -18,7 +18,7 @@ from bettercompute.protocol.frames import encode_message
 from bettercompute.protocol.kinds import KINDS, CommandKind, pack_payload
 from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.store import channels, commands, controller_runs, hints, idempotency
+from bettercompute.store import commands, controller_runs, idempotency
 from bettercompute.store.database import Transaction
 from bettercompute.store.signing import signer_of
 
@@ -120,7 +120,6 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
             await idempotency.complete(
                 transaction, principal=wanted.asked_by, key=wanted.idempotency_key, response=answer
             )
-    await hints.tell(context.database, {channels.DISPATCH: node_ids})
     return answer
 
 

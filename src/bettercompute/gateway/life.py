@@ -37,8 +37,9 @@ from bettercompute.session.handover import GatewayLoad
 from bettercompute.session.hello_plan import GatewayFacts
 from bettercompute.session.inputs import GatewayStopping, LeaseLost
 from bettercompute.session.opening import GatewayCondition, GatewayState
-from bettercompute.store.database import LEASE_LIMITS, Database
+from bettercompute.store.database import Database
 from bettercompute.store.leases import Health, NewLease, Renewal
+from bettercompute.store.limits import LEASE_LIMITS
 from bettercompute.store.sessions import Lease
 from bettercompute.world import World
 

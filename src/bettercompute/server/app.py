@@ -49,7 +49,8 @@ from bettercompute.services.installation import Installation, publish_trust
 from bettercompute.services.join import JoinService
 from bettercompute.services.keys import KeyRing
 from bettercompute.store import controller_runs, migrations, sessions
-from bettercompute.store.database import GATEWAY_LIMITS, SERVER_LIMITS, Database
+from bettercompute.store.database import Database
+from bettercompute.store.limits import GATEWAY_LIMITS, SERVER_LIMITS
 from bettercompute.store.signing import Signing
 from bettercompute.transport.tls import reloading
 from bettercompute.world import World

@@ -9,7 +9,7 @@ from typing import Any
 
 from bettercompute.delivery.commands import IN_FLIGHT, CommandState
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.store import channels, json_columns
+from bettercompute.store import channels, hints, json_columns
 from bettercompute.store.database import Queries, Row, Transaction
 
 CANCELLED_REASON = "cancelled"
@@ -146,9 +146,9 @@ async def draw_seqs(queries: Queries, *, count: int) -> list[int]:
 
 
 async def enqueue(transaction: Transaction, commands: Sequence[NewCommand]) -> None:
-    """Insert commands. Refuses NOT_FOUND when one of the nodes does not exist.
+    """Insert commands, and poke the gateways of their nodes once that is committed.
 
-    Once it is committed, `hints.tell` pokes the gateways of the nodes.
+    Refuses NOT_FOUND when one of the nodes does not exist.
     """
     if not commands:
         return
@@ -156,6 +156,7 @@ async def enqueue(transaction: Transaction, commands: Sequence[NewCommand]) -> N
     missing = sorted({command.node_id for command in commands} - {row["node_id"] for row in rows})
     if missing:
         raise refuse(Reason.NOT_FOUND, f"no node {', '.join(missing[:10])}: `nodes list` shows the ones there are")
+    hints.tell_after(transaction, {channels.DISPATCH: [command.node_id for command in commands]})
 
 
 async def poke_dispatch(queries: Queries, *, node_ids: Sequence[str]) -> None:

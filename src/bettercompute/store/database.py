@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import asyncpg
 
 from bettercompute.errors import Bug, Unavailable
 from bettercompute.protocol.statuses import Reason, refuse
+from bettercompute.store.limits import NO_LIMITS, Limits
 from bettercompute.store.statements import Statement, statements
 from bettercompute.world import Dice
 
@@ -135,10 +135,21 @@ class Transaction(Queries):
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
+        self._after_commit: list[tuple[str, Mapping[str, Any]]] = []
 
     async def _run(self, sql: str, arguments: Sequence[Any]) -> list[Row]:
         with _translated():
             return cast("list[Row]", await self._connection.fetch(sql, *arguments))
+
+    def after_commit(self, name: str, /, **arguments: Any) -> None:
+        """Run the named statement on the same connection once this is committed, if that can be done then."""
+        self._after_commit.append((name, arguments))
+
+    async def committed(self) -> None:
+        """Run what was to follow the commit. What fails for a passing reason is let be: it was never promised."""
+        for name, arguments in self._after_commit:
+            with contextlib.suppress(Unavailable):
+                await self.execute(name, **arguments)
 
     async def script(self, sql: str) -> None:
         """Run several statements without arguments: migrations."""
@@ -156,8 +167,9 @@ async def _transaction(connection: _Connection) -> AsyncIterator[Transaction]:
     with _translated():
         opened = connection.transaction()
         await opened.start()
+    transaction = Transaction(connection)
     try:
-        yield Transaction(connection)
+        yield transaction
     except BaseException:
         # Where the rollback fails the connection is gone, and the server rolls back by itself.
         with contextlib.suppress(asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
@@ -165,30 +177,7 @@ async def _transaction(connection: _Connection) -> AsyncIterator[Transaction]:
         raise
     with _translated():
         await opened.commit()
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server enforces on a role's connections; None leaves the server's own setting."""
-
-    statement_timeout_ms: int | None = None
-    idle_in_transaction_timeout_ms: int | None = None
-    generic_plans: bool = False
-    """Plan each statement once per connection, without looking at its arguments, instead of five times more.
-
-    Such a plan may be of the minute after the installation, when every table was empty and reading one whole was the
-    cheapest; it would be kept. So these connections read by index wherever there is one. See decisions 0152.
-    """
-
-
-# A gateway's transactions are bounded by the server, so that a hung gateway holds no lock for long.
-GATEWAY_LIMITS = Limits(statement_timeout_ms=5_000, idle_in_transaction_timeout_ms=5_000, generic_plans=True)
-# The lease must renew or fail well inside its 15 s.
-LEASE_LIMITS = Limits(statement_timeout_ms=3_000, idle_in_transaction_timeout_ms=3_000)
-# Of API and workers, whose longest statements touch some thousand rows: a connection that a firewall has forgotten must
-# not hold a controller until TCP gives it up, a quarter of an hour later.
-SERVER_LIMITS = Limits(statement_timeout_ms=30_000, idle_in_transaction_timeout_ms=30_000)
-NO_LIMITS = Limits()
+    await transaction.committed()
 
 
 class Database(Queries):

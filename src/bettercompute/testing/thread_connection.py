@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from bettercompute.store.database import NO_LIMITS, DedicatedConnection, Limits, Row
+from bettercompute.store.database import DedicatedConnection, Row
+from bettercompute.store.limits import NO_LIMITS, Limits
 
 T = TypeVar("T")
 

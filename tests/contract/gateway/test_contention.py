@@ -15,7 +15,8 @@ from bettercompute.gateway.gateway import Gateway
 from bettercompute.protocol import messages
 from bettercompute.session.gateway_state import DispatchDemand, LaneDemand
 from bettercompute.store import delivery, leases
-from bettercompute.store.database import GATEWAY_LIMITS, LEASE_LIMITS, Database
+from bettercompute.store.database import Database
+from bettercompute.store.limits import GATEWAY_LIMITS, LEASE_LIMITS
 from bettercompute.store.sessions import Lease
 from bettercompute.testing.fake_daemon import FakeDaemon
 from bettercompute.testing.fake_dial import in_memory

@@ -16,7 +16,6 @@ from bettercompute.store import (
     audit,
     channels,
     commands,
-    hints,
     idempotency,
     inventory,
     leases,
@@ -72,7 +71,6 @@ async def enqueue(database, *names, node_id="n1", **changes):
                 for name, seq in zip(names, seqs, strict=True)
             ],
         )
-    await hints.tell(database, {channels.DISPATCH: (node_id,)})
 
 
 async def test_commands_are_enqueued_and_their_gateways_poked(fleet, dsn):

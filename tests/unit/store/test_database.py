@@ -10,16 +10,8 @@ import uvloop
 
 from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.store import database as store
-from bettercompute.store.database import (
-    GATEWAY_LIMITS,
-    Conflict,
-    Database,
-    DedicatedConnection,
-    Limits,
-    Locked,
-    StatementFailed,
-    Transaction,
-)
+from bettercompute.store.database import Conflict, Database, DedicatedConnection, Locked, StatementFailed, Transaction
+from bettercompute.store.limits import GATEWAY_LIMITS, LEASE_LIMITS, Limits
 from bettercompute.store.sessions import HELLO_STATEMENTS
 from bettercompute.store.statements import statements
 from bettercompute.system import system_world
@@ -259,7 +251,7 @@ async def test_a_thread_has_a_connection_of_its_own_beside_a_busy_loop(dsn):
     answers: list[object] = []
 
     def work():
-        with ThreadConnection(dsn, application_name="tests", limits=store.LEASE_LIMITS) as connection:
+        with ThreadConnection(dsn, application_name="tests", limits=LEASE_LIMITS) as connection:
             answers.append(connection.fetch_one("leases.list", with_retired=False, name=None))
             [row] = connection.query("SHOW statement_timeout")
             answers.append(row["statement_timeout"])

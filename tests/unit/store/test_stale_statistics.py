@@ -9,7 +9,8 @@ from typing import Any
 from bettercompute.delivery.commands import CommandState
 from bettercompute.session.gateway_state import DispatchDemand, LaneDemand
 from bettercompute.store import delivery, statements
-from bettercompute.store.database import GATEWAY_LIMITS, Database
+from bettercompute.store.database import Database
+from bettercompute.store.limits import GATEWAY_LIMITS
 from bettercompute.store.sessions import Lease, SessionKey
 from bettercompute.system import system_world
 from tests.contract.gateway import seed

@@ -13,7 +13,7 @@ from bettercompute.gateway.gateway import Gateway
 from bettercompute.gateway.services import GatewayServices
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
-from bettercompute.store.database import GATEWAY_LIMITS, SERVER_LIMITS
+from bettercompute.store.limits import GATEWAY_LIMITS, SERVER_LIMITS
 from bettercompute.store.signing import Signing
 from bettercompute.testing.sim.fleet import Registrar
 from bettercompute.testing.sim.links import SimulatedDatabase

@@ -11,13 +11,12 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store.database import (
     CLIENT_GRACE_MS,
     CONNECT_TIMEOUT_MS,
-    NO_LIMITS,
     POOL_SIZE,
     Database,
     DedicatedConnection,
-    Limits,
     Row,
 )
+from bettercompute.store.limits import NO_LIMITS, Limits
 from bettercompute.testing.sim.postgres import SimulatedServer
 from bettercompute.testing.sim.process import PROCESS
 from bettercompute.testing.sim.weather import Fate

@@ -16,7 +16,7 @@ from typing import Any
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels
-from bettercompute.store.database import SERVER_LIMITS
+from bettercompute.store.limits import SERVER_LIMITS
 from bettercompute.testing.postgres import MEMORY
 from bettercompute.testing.sim import ledger, settling, work
 from bettercompute.testing.sim.bcd_node import BcdNode
