@@ -2,12 +2,14 @@
 
 Gateways store results as they come; whether the node said so is decided here, under the certificates that the control
 plane issued. A forgery is kept and marked, told as an event and counted: the command has ended for everybody else, and
-nobody may take its result for the node's word. See docs/security.md, "Attested results"; decisions 0142.
+nobody may take its result for the node's word. What a node signs carries its certificate: one that a restored database
+has forgotten goes on record by it. See docs/security.md, "Attested results"; decisions 0142 and 0176.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -16,10 +18,16 @@ from prometheus_client import CollectorRegistry, Counter
 
 from bettercompute import telemetry
 from bettercompute.delivery.commands import CommandState
+from bettercompute.errors import Refused
 from bettercompute.pki import attestation as rules
+from bettercompute.pki import certificates, rotation
 from bettercompute.pki.attestation import Attestation, Judged
+from bettercompute.pki.possession import Shown
+from bettercompute.pki.rotation import Purpose
 from bettercompute.protocol import messages
-from bettercompute.store import attestation, outbox
+from bettercompute.protocol.envelopes import attested_report_input, command_update_input
+from bettercompute.store import attestation, controller_runs, nodes, outbox, trust
+from bettercompute.store import certificates as stored_certificates
 from bettercompute.store.attestation import DueReport, DueUpdate, JudgedReport
 from bettercompute.store.database import Database, Transaction
 from bettercompute.world import World
@@ -38,9 +46,18 @@ class AttestationController:
     name = NAME
     interval_ms = INTERVAL_MS
 
-    def __init__(self, database: Database, *, world: World, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        world: World,
+        registry: CollectorRegistry | None = None,
+        trust_domain: str | None = None,
+    ) -> None:
+        """Without `trust_domain` what a restore has forgotten stays forgotten until nodes renew."""
         self._database = database
         self._world = world
+        self._trust_domain = trust_domain
         self._verdicts = Counter(
             telemetry.METRIC_ATTESTATIONS,
             "What nodes should have signed, by what it was and what was found.",
@@ -51,12 +68,57 @@ class AttestationController:
     async def reconcile(self) -> bool:
         """Judge what is due; return whether there may be more."""
         updates = await attestation.due_updates(self._database, page_size=BATCH)
+        if await self._recall(unknown_in_updates(updates)):
+            updates = await attestation.due_updates(self._database, page_size=BATCH)
         if updates:
             await self._judge_updates(updates)
         reports = await attestation.due_reports(self._database, page_size=BATCH)
+        if await self._recall(unknown_in_reports(reports)):
+            reports = await attestation.due_reports(self._database, page_size=BATCH)
         if reports:
             await self._judge_reports(reports)
         return BATCH in (len(updates), len(reports))
+
+    async def _recall(self, unknown: Sequence[Unknown]) -> bool:
+        """Put certificates on record that a restore has forgotten, where their nodes have signed with them; return
+        whether there were any.
+        """
+        if not unknown or self._trust_domain is None:
+            return False
+        authorities = rotation.trusted(await trust.keys(self._database), Purpose.NODE_CA)
+        roots = [certificates.load_certificate(key.public_der) for key in authorities]
+        now_ms, found = await controller_runs.now_ms(self._database), False
+        for item in unknown:
+            shown = rules.shown_by(
+                item.signature,
+                item.covered,
+                node_id=item.node_id,
+                roots=roots,
+                trust_domain=self._trust_domain,
+                now_ms=now_ms,
+            )
+            if shown is not None:
+                found |= await self._put_on_record(shown)
+        return found
+
+    async def _put_on_record(self, shown: Shown) -> bool:
+        async def work(transaction: Transaction) -> bool:
+            node_id = shown.identity.node_id
+            if not await nodes.lock_session(transaction, node_id=node_id):
+                return False
+            node = await nodes.get(transaction, node_id=node_id)
+            if node is None or node.quarantined_at_ms is not None or node.revoked_at_ms is not None:
+                return False
+            if await stored_certificates.find(transaction, serial=shown.serial) is not None:
+                return False
+            await stored_certificates.put_on_record(transaction, shown, identity_generation=node.identity_generation)
+            return True
+
+        try:
+            return await self._database.retrying(work)
+        except Refused as refused:
+            log.warning("a certificate that is not on record stays so", why=refused.message)
+            return False
 
     async def _judge_updates(self, due: list[DueUpdate]) -> None:
         judged = [(item, judge_update(item)) for item in due]
@@ -107,6 +169,58 @@ class AttestationController:
         await self._database.retrying(work)
         for event in events:
             log.warning("what a node should have signed is not its word", type=event_type, **event.payload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """A signature by a key that is none of its node's on record."""
+
+    node_id: str
+    signature: messages.Signature
+    covered: bytes
+
+
+def unknown_in_updates(due: Iterable[DueUpdate]) -> list[Unknown]:
+    """Return those commands' ends whose signer is not on record."""
+    return [
+        unknown
+        for item in due
+        if item.signature
+        and (
+            unknown := _unknown(
+                item.node_id,
+                item.signature,
+                command_update_input(command_id=item.command_id, state=item.state, result=item.result),
+                item.chains_pem,
+            )
+        )
+    ]
+
+
+def unknown_in_reports(due: Iterable[DueReport]) -> list[Unknown]:
+    """Return those statements whose signer is not on record."""
+    found = []
+    for item in due:
+        try:
+            attested = messages.StatusReport.FromString(item.report).attested
+        except DecodeError:
+            continue
+        signature = attested.signature.SerializeToString()
+        if signature and (
+            unknown := _unknown(item.node_id, signature, attested_report_input(attested.body), item.chains_pem)
+        ):
+            found.append(unknown)
+    return found
+
+
+def _unknown(node_id: str, signature: bytes, covered: bytes, chains_pem: Sequence[bytes]) -> Unknown | None:
+    try:
+        given = messages.Signature.FromString(signature)
+    except DecodeError:
+        return None
+    if not given.certificate_chain or given.kid in map(certificates.spki_sha256, rules.public_keys(chains_pem)):
+        return None
+    return Unknown(node_id=node_id, signature=given, covered=covered)
 
 
 def judge_update(due: DueUpdate) -> Judged:

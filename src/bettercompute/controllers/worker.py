@@ -40,6 +40,7 @@ class Worker:
         keep: Keep = DEFAULT_KEEP,
         signing: Signing | None = None,
         registry: CollectorRegistry | None = None,
+        trust_domain: str | None = None,
     ) -> None:
         """Put them together; `holder` names this process in what they leave behind."""
         self._database = database
@@ -52,7 +53,7 @@ class Worker:
                 ExpiryController(database, world=world),
                 LivenessController(database, world=world, holder=holder),
                 NodeSpecController(database, world=world, signing=signing),
-                AttestationController(database, world=world, registry=registry),
+                AttestationController(database, world=world, registry=registry, trust_domain=trust_domain),
                 RetentionController(database, keep=keep),
             ],
             world=world,

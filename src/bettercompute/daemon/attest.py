@@ -17,6 +17,9 @@ from bettercompute.protocol.envelopes import attested_report_input, command_upda
 from bettercompute.protocol.kinds import CommandKind
 from bettercompute.session.inputs import SpecHeld
 
+# The certificate comes along, for a control plane that was restored to before it was issued; its CA is there.
+LEAF = 1
+
 
 class NodeAttestor:
     """Signs under the identity that `identity` gives at that moment."""
@@ -44,7 +47,8 @@ class NodeAttestor:
         if not kind.attested:
             return None
         covered = command_update_input(command_id=command_id, state=state, result=result)
-        return signatures.sign(self._identity().key, covered)
+        identity = self._identity()
+        return signatures.sign(identity.key, covered, chain_der=identity.chain_der[:LEAF])
 
     def report(self) -> messages.AttestedReport:
         """State what this node is, runs and holds."""
@@ -60,4 +64,7 @@ class NodeAttestor:
                 messages.SectionHash(name=name, sha256=digest) for name, digest in sorted(self._inventory().items())
             ],
         ).SerializeToString(deterministic=True)
-        return messages.AttestedReport(body=body, signature=signatures.sign(identity.key, attested_report_input(body)))
+        return messages.AttestedReport(
+            body=body,
+            signature=signatures.sign(identity.key, attested_report_input(body), chain_der=identity.chain_der[:LEAF]),
+        )

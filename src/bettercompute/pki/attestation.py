@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
 from bettercompute.errors import Refused
-from bettercompute.pki import certificates, signatures
+from bettercompute.pki import certificates, possession, signatures
+from bettercompute.pki.possession import Shown
 from bettercompute.protocol import messages
 from bettercompute.protocol.envelopes import attested_report_input, command_update_input
 
@@ -98,6 +100,31 @@ def judge_report(
     if body.at_ms > now_ms + AHEAD_MAX_MS:
         return Judged(Attestation.FORGED, f"the statement is of {body.at_ms} ms, and it is {now_ms} ms")
     return judged
+
+
+def shown_by(
+    signature: messages.Signature,
+    covered: bytes,
+    *,
+    node_id: str,
+    roots: Sequence[x509.Certificate],
+    trust_domain: str,
+    now_ms: int,
+) -> Shown | None:
+    """Return the certificate of the node's that came with a signature and made it; None: it does not hold.
+
+    It may be one that a restore of the database has forgotten: whether it counts, the record decides.
+    """
+    if not signature.certificate_chain:
+        return None
+    try:
+        found = possession.shown(
+            list(signature.certificate_chain), roots=roots, trust_domain=trust_domain, now_ms=now_ms
+        )
+        possession.prove(found, covered, signature)
+    except Refused:
+        return None
+    return found if found.identity.node_id == node_id else None
 
 
 def _judge(signature: bytes, covered: bytes, keys: Sequence[ec.EllipticCurvePublicKey]) -> Judged:

@@ -251,6 +251,7 @@ def _start_worker(
         keep=Keep(commands_ms=keep_ms, outbox_ms=keep_ms, events_ms=keep_ms),
         signing=_signing(config, world=world),
         registry=registry,
+        trust_domain=config.pki.trust_domain,
     )
     worker.start()
     stack.push_async_callback(worker.stop)

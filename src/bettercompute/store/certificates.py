@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bettercompute.pki import certificates as pki_certificates
+from bettercompute.pki.possession import Shown
+from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels
 from bettercompute.store.database import Queries, Row, Transaction
+
+NEW_TOKEN = "join anew with a new token"  # noqa: S105 - a cure, no secret
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,37 @@ async def insert(transaction: Transaction, certificate: NewCertificate, *, issue
         issued_at_ms=issued_at_ms,
         allowed_kinds=None if certificate.allowed_kinds is None else list(certificate.allowed_kinds),
     )
+
+
+async def put_on_record(transaction: Transaction, shown: Shown, *, identity_generation: int) -> StoredCertificate:
+    """Record a certificate that a restore has forgotten, whose node has proven that it has the key, as one of the
+    node's present identity; it allows what the newest one allows. Refuse one that was replaced, and not forgotten.
+
+    The caller holds the node's session row (`nodes.lock_session`), and has found none of this serial. decisions 0176.
+    """
+    node_id = shown.identity.node_id
+    what = f"certificate {shown.serial} of node {node_id} is not on record, and older than"
+    recorded = await of_node(transaction, node_id=node_id)
+    present = [one for one in recorded if one.identity_generation == identity_generation]
+    if present and min(one.not_before_ms for one in present) > shown.not_before_ms:
+        raise refuse(Reason.OLD_GENERATION, f"{what} the node's present identity: {NEW_TOKEN}")
+    if any(one.not_before_ms > shown.not_before_ms for one in present if one.first_used_at_ms is not None):
+        raise refuse(Reason.SUPERSEDED_CERTIFICATE, f"{what} one that the node has used: {NEW_TOKEN}")
+    new = NewCertificate(
+        serial=shown.serial,
+        node_id=node_id,
+        identity_generation=identity_generation,
+        # Which request it answered is forgotten; this is the digest of none.
+        csr_sha256=hashlib.sha256(shown.chain_der[0]).digest(),
+        chain=pki_certificates.chain_to_pem(shown.chain_der),
+        not_before_ms=shown.not_before_ms,
+        not_after_ms=shown.not_after_ms,
+        allowed_kinds=recorded[0].allowed_kinds if recorded else None,
+    )
+    await insert(transaction, new, issued_at_ms=shown.not_before_ms + pki_certificates.BACKDATE_MS)
+    found = await find(transaction, serial=shown.serial)
+    assert found is not None, "it was inserted above"
+    return found
 
 
 async def find(queries: Queries, *, serial: str) -> StoredCertificate | None:

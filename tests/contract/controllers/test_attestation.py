@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -30,12 +30,14 @@ class Bench:
     registry: CollectorRegistry
     controller: AttestationController
     keys: dict[str, ec.EllipticCurvePrivateKey]
+    node_ca: certificates.Authority
+    chains: dict[str, list[bytes]] = field(default_factory=dict)
 
     async def certify(self, node_id: str, *, serial: int, revoked: bool = False) -> ec.EllipticCurvePrivateKey:
         """Record a certificate as JoinService does."""
         key = certificates.generate_key()
         now_ms = WORLD.clock.now_ms()
-        authority = certificates.make_node_ca(serial=bytes(16), now_ms=now_ms)
+        authority = self.node_ca
         leaf = certificates.make_node_leaf(
             authority,
             public_key=key.public_key(),
@@ -44,6 +46,7 @@ class Bench:
             now_ms=now_ms,
         )
         chain = certificates.chain_to_pem((leaf.public_bytes(Encoding.DER),))
+        self.chains[certificates.spki_sha256(key.public_key())] = [leaf.public_bytes(Encoding.DER)]
         await self.database.query(
             "INSERT INTO node_certs (serial, node_id, identity_generation, csr_sha256, chain, not_before, not_after,"
             " revoked_at, revocation_reason) VALUES ($1, $2, 1, sha256($1::text::bytea), $3,"
@@ -118,7 +121,15 @@ async def bench(database: Database) -> Bench:
     await seed.add_node(database, "node-a")
     await seed.add_node(database, "node-b")
     registry = CollectorRegistry()
-    made = Bench(database, registry, AttestationController(database, world=WORLD, registry=registry), {})
+    node_ca = certificates.make_node_ca(serial=bytes(16), now_ms=WORLD.clock.now_ms())
+    await database.query(
+        "INSERT INTO trust_keys (purpose, key_sha256, public_der, stage, first_version, changed_by)"
+        " VALUES ('node-ca', $1, $2, 'current', 0, 'test')",
+        certificates.spki_sha256(node_ca.certificate),
+        node_ca.certificate.public_bytes(Encoding.DER),
+    )
+    controller = AttestationController(database, world=WORLD, registry=registry, trust_domain="bc.local")
+    made = Bench(database, registry, controller, {}, node_ca)
     made.keys = {
         "present": await made.certify("node-a", serial=1),
         "renewed": await made.certify("node-a", serial=2),
@@ -193,3 +204,31 @@ async def test_a_statement_counts_when_the_node_signed_it_and_no_newer_one_is_kn
     # Told once while it lasts, not with each report.
     assert await bench.told() == [(telemetry.EVENT_REPORT_NOT_ATTESTED, None)]
     assert bench.counted("attested-report", "forged") == 5
+
+
+async def test_what_is_signed_by_a_certificate_that_a_restore_has_forgotten_puts_it_on_record(bench: Bench):
+    key, revoked, now_ms = bench.keys["renewed"], bench.keys["revoked"], WORLD.clock.now_ms()
+    for name in ("renewed", "other"):
+        [leaf] = bench.chains[certificates.spki_sha256(bench.keys[name].public_key())]
+        await bench.database.query(
+            "DELETE FROM node_certs WHERE serial = $1", certificates.serial_text(certificates.load_certificate(leaf))
+        )
+
+    def carrying(signer: ec.EllipticCurvePrivateKey, signature: messages.Signature) -> messages.Signature:
+        signature.certificate_chain[:] = bench.chains[certificates.spki_sha256(signer.public_key())]
+        return signature
+
+    await bench.ended("c-1", signature=carrying(key, signed(key, "c-1")))
+    await bench.ended("c-2", signature=carrying(bench.keys["other"], signed(bench.keys["other"], "c-2")))
+    await bench.ended("c-3", signature=carrying(key, signed(bench.keys["stranger"], "c-3")))
+    await bench.ended("c-4", signature=carrying(revoked, signed(revoked, "c-4")))
+    await bench.controller.reconcile()
+    assert await bench.verdicts() == {"c-1": "verified", "c-2": "forged", "c-3": "forged", "c-4": "forged"}
+    await bench.database.query("DELETE FROM node_certs WHERE node_id = 'node-a' AND revoked_at IS NULL")
+    report = statement(key, at_ms=now_ms)
+    carrying(key, report.attested.signature)
+    await bench.report(report)
+    await bench.controller.reconcile()
+    assert await bench.status() == ("verified", "")
+    [row] = await bench.database.query("SELECT count(*) AS n FROM node_certs WHERE node_id = 'node-b'")
+    assert row["n"] == 0, "another's certificate vouches for nobody here"
