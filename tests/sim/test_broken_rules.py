@@ -13,7 +13,7 @@ import pytest
 
 from bettercompute.delivery import lanes
 from bettercompute.gateway import fence, ingest
-from bettercompute.session import liveness, resume
+from bettercompute.session import gateway_side, liveness, resume
 from bettercompute.store import database
 from bettercompute.store.statements import statements
 from bettercompute.testing.sim import ledger
@@ -56,7 +56,7 @@ def credits_not_reset(patch: Patch) -> None:
         del running
         return lanes.GatewayLane(credits=granted, free=granted)
 
-    patch.setattr(lanes, "open_gateway_lane", open_gateway_lane)
+    patch.setattr(gateway_side, "open_gateway_lane", open_gateway_lane)
 
 
 def journal_lost_rule_inverted(patch: Patch) -> None:
@@ -115,6 +115,9 @@ def of_short(name: str, *kinds: str, work: Work) -> Scenario:
 RECONNECTS = of_short(
     *("reconnects", "connection-loss", "partition", "gateway-pause"), work=Work(command_every_s=1, event_every_s=20)
 )
+LOST_JOURNALS = of_short(
+    *("lost-journals", "journal-lost", "node-crash", "connection-loss"), work=Work(command_every_s=1, event_every_s=20)
+)
 RESTORED_DISKS = of_short(
     *("restored-disks", "journal-rollback", "connection-loss", "lost-commits"),
     work=Work(command_every_s=10, event_every_s=1),
@@ -137,7 +140,7 @@ LONG_OUTAGES = replace(
         (epoch_predicate_dropped, scenarios.load("short")),
         (ack_before_commit, scenarios.load("short")),
         (credits_not_reset, RECONNECTS),
-        (journal_lost_rule_inverted, scenarios.load("short")),
+        (journal_lost_rule_inverted, LOST_JOURNALS),
         (double_replay, scenarios.load("short")),
         (lease_unchecked, scenarios.load("outages")),
         (event_dedup_off, RESTORED_DISKS),
