@@ -57,6 +57,10 @@ async def test_without_credits_the_holders_are_named(rig):
     assert facts is not None
     assert [holder.command_id for holder in facts.holders] == [f"c{number}" for number in range(8)]
     assert await reasons(rig, "c8") == [Wait.NO_CREDIT]
+    await rig.database.query("UPDATE commands SET held_back = true WHERE id = 'c0'")
+    facts = await waiting.facts(rig.database, command_id="c8")
+    assert facts is not None
+    assert [holder.command_id for holder in facts.holders] == [f"c{number}" for number in range(1, 8)]
 
 
 async def test_what_a_resume_holds_back_says_so(rig):
