@@ -98,11 +98,12 @@ class BcdNode:
     has_disk: bool = True
     process: SimulatedProcess | None = None
     agent: Agent | None = None
-    _disk: FullableDisk | None = None
+    disk: FullableDisk | None = None
+    """Its journal, while it holds the folder."""
     failure: str = ""
     """Why the daemon ended by itself last."""
-    home: str = ""
-    """Whose folder it uses; empty: its own."""
+    beside: BcdNode | None = None
+    """Whose folder it uses; None: its own."""
     rival: BcdNode | None = None
     """A second daemon on this one's folder."""
 
@@ -127,12 +128,12 @@ class BcdNode:
     @property
     def state_dir(self) -> Path:
         """Return where the daemon keeps what it must not lose."""
-        return self.parts.folder / (self.home or self.name) / "state"
+        return self.parts.folder / (self.beside or self).name / "state"
 
     @property
     def root(self) -> Path:
         """Return the machine as its collectors see it."""
-        return self.parts.folder / (self.home or self.name) / "root"
+        return self.parts.folder / (self.beside or self).name / "root"
 
     @property
     def joining(self) -> bool:
@@ -203,7 +204,7 @@ class BcdNode:
             held = isinstance(error, BetterComputeError) and error.reason == FolderLock.HELD
             if held and self.parts.rules is not None:
                 self.parts.rules.met["second-daemon-refused"] += 1
-        self._disk = None  # it has closed its files and given up the folder
+        self.disk = None  # it has closed its files and given up the folder
         await asyncio.sleep(RESTART_S)
         if self.process is process and process.alive:
             self._end()
@@ -241,8 +242,11 @@ class BcdNode:
         )
 
     def _open_disk(self, folder: Path, *, limits: JournalLimits) -> FullableDisk:
-        self._disk = FullableDisk(folder, limits=limits, full=lambda: self.disk_full)
-        return self._disk
+        if any(other is not None and other.disk is not None for other in (self.beside, self.rival)):
+            assert self.parts.rules is not None, "only faults start a second daemon"
+            self.parts.rules.opened_twice(self.node_id)
+        self.disk = FullableDisk(folder, limits=limits, full=lambda: self.disk_full)
+        return self.disk
 
     async def _dial(self, target: DialTarget) -> Connection:
         process, shown = self.process, target.identity
@@ -273,12 +277,12 @@ class BcdNode:
 
     def _let_go(self) -> None:
         """Let go what the kernel takes from a killed process, and leave its files as they are, log and all."""
-        if self._disk is None:
+        if self.disk is None:
             return  # it held no folder, and another daemon may
         (self.state_dir / "lock").unlink(missing_ok=True)
         files = {path: path.read_bytes() for path in self.state_dir.glob(f"{DATABASE_NAME}*")}
-        self._disk.close()
-        self._disk = None
+        self.disk.close()
+        self.disk = None
         for path in self.state_dir.glob(f"{DATABASE_NAME}*"):
             path.unlink()
         for path, content in files.items():
@@ -342,7 +346,7 @@ class BcdNode:
 
     def second_daemon(self, name: str) -> Callable[[], None]:
         """Start another daemon on the same state folder, and again whenever it ends; return what ends it."""
-        rival = self.rival = BcdNode(name, self.node_id, self.parts, self.clock, boots=self.boots, home=self.name)
+        rival = self.rival = BcdNode(name, self.node_id, self.parts, self.clock, boots=self.boots, beside=self)
         rival.start()
 
         def end() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS
-from bettercompute.testing.sim.invariants import TERMINAL_FROM, Verdict
+from bettercompute.testing.sim.invariants import PENDING, TERMINAL_FROM, Verdict
 from bettercompute.testing.sim.ledger import Ledger
 from bettercompute.transport.calls import NO_METADATA, CallEnded, ClientCall, Signal
 from bettercompute.transport.client import unary_on
@@ -51,6 +51,8 @@ class FrameRules:
         """When a node was forgotten last."""
         self._stale_streams = 0
         """Those up to this number were opened before that: what they say may have been true then."""
+        self._dispatch_lost: set[str] = set()
+        """Commands that were sent once, of which the database became an earlier one."""
         self._journal_gone: dict[str, int] = {}
         """When a node's journal was lost, damaged or replaced last."""
         self._epochs: dict[str, tuple[int, int]] = {}
@@ -87,6 +89,10 @@ class FrameRules:
                 for update in frame.updates.updates:
                     self._update(node_id, update, stream=stream)
 
+    def opened_twice(self, node_id: str) -> None:
+        """Note that two daemons have opened one state folder."""
+        self._verdict.broken("one daemon a state folder", f"two daemons run on the folder of {node_id}")
+
     def copied_disk(self, node_id: str) -> None:
         """Note that a node runs from a copy of its disk from now on."""
         self.copied[node_id] = self._monotonic_ms()
@@ -104,6 +110,8 @@ class FrameRules:
         """Note that the database is an earlier one from now on."""
         self._back_ms = self._monotonic_ms()
         self._stale_streams = self.streams
+        waiting = {key for (key,), row in self._ledger.rows["commands"].items() if row["state"] == PENDING}
+        self._dispatch_lost = waiting & self._unseen.keys()
 
     def _nobody_remembers(self, node_id: str, *, since_ms: int) -> bool:
         """Return whether both the database and the node's journal have lost what was at this time."""
@@ -139,7 +147,7 @@ class FrameRules:
         self._overdrawn.discard(node_id)
         for command_id in self._running.get(node_id, ()):
             row = self._ledger.row("commands", command_id)
-            if row is None or row["state"] >= TERMINAL_FROM:
+            if row is None or row["state"] >= TERMINAL_FROM or command_id in self._dispatch_lost:
                 self._overdrawn.add(node_id)
         session = self._ledger.row("node_sessions", node_id)
         if not stale and (session is None or session["session_epoch"] < welcome.epoch):
@@ -150,7 +158,11 @@ class FrameRules:
         command_id = messages.CommandBody.FromString(command.body).command_id
         self._unseen[command_id] = not command.seen
         settled = self._settled.setdefault(stream, set())
-        if command_id in settled and stream > self._stale_streams:
+        if command_id in self._dispatch_lost:
+            # The database does not know that it was sent, and the node answers from its journal.
+            self._dispatch_lost.discard(command_id)
+            self.met["sent-again-after-lost-commits"] += command_id in settled
+        elif command_id in settled and stream > self._stale_streams:
             text = f"{command_id} was sent to {node_id}, which had said on this stream that it has it"
             self._verdict.broken("a command is sent once a stream", text)
         settled.add(command_id)
