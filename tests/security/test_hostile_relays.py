@@ -271,7 +271,10 @@ def test_an_answer_of_another_node_time_or_key_is_refused(request_of_node: Pendi
     other = IdentityStore(tmp_path).pending(Purpose.RENEW, label="1")
     body = answer_body(request_of_node)
     swapped = answer(answer_body(other))
-    for forged in (swapped, answer(body, STRANGER), messages.RenewResponse(body=body.SerializeToString())):
+    elsewhere = answer_body(request_of_node)
+    elsewhere.trust.ParseFromString(bundle(7, trust_domain="other.local"))
+    unsigned = messages.RenewResponse(body=body.SerializeToString())
+    for forged in (swapped, answer(body, STRANGER), unsigned, answer(elsewhere)):
         with pytest.raises(Refused):
             judged(forged, request_of_node)
 

@@ -153,6 +153,9 @@ async def test_a_batch_is_released_by_the_last_approval_and_its_nodes_believe_it
     assert all(row["held"] and row["batch_proof"] for row in rows)
     assert [item["batch_id"] for item in (await api.get("/v1/approvals")).json()] == [batch_id]
 
+    # Kept under her name it would count nowhere, and keep her from signing.
+    forged = await api.post(f"/v1/approvals/{batch_id}/signatures", json={"signature": ALICE.sign(b"another batch")})
+    assert forged.status_code == 403
     first = await sign_batch(api, ALICE, batch_id)
     assert (first.json()["state"], first.json()["approved_by"]) == ("waiting", ["alice"])
     why = (await api.get(f"/v1/commands/{command_id}/why")).json()["reasons"][0]
@@ -290,6 +293,8 @@ async def test_the_set_changes_by_the_word_of_the_set_in_force(api: httpx.AsyncC
     assert (shown["proposed"]["epoch"], shown["proposed"]["signatures_missing"]) == (2, 2)
     assert (await published(context)).version == before.version
     assert (await sign_set(api, CAROL, shown["proposed"])).status_code == 403
+    forged = {"epoch": 2, "signature": ALICE.sign(b"another set")}
+    assert (await api.post("/v1/approvers/signatures", json=forged)).status_code == 403
     assert (await sign_set(api, ALICE, shown["proposed"])).json()["proposed"]["signatures_missing"] == 1
     assert (await sign_set(api, ALICE, shown["proposed"])).status_code == 409
     changed = (await sign_set(api, BOB, shown["proposed"])).json()
