@@ -31,14 +31,17 @@ async def switch_on(daemon: FakeDaemon, *, after_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "rate_per_s", "spread_s"),
+    ("nodes", "rate_per_s", "spread_s", "slack_s"),
+    # A short run on a full machine says that all come in, not how soon.
     [
-        (90, 30, 0.0),
-        pytest.param(1_000, 100, 0.0, marks=pytest.mark.long),
-        pytest.param(1_000, 100, 5.0, marks=pytest.mark.long),
+        (90, 30, 0.0, 50),
+        pytest.param(1_000, 100, 0.0, 5, marks=pytest.mark.long),
+        pytest.param(1_000, 100, 5.0, 5, marks=pytest.mark.long),
     ],
 )
-async def test_a_herd_is_let_in_at_the_buckets_rate(site: Site, nodes: int, rate_per_s: int, spread_s: float) -> None:
+async def test_a_herd_is_let_in_at_the_buckets_rate(
+    site: Site, nodes: int, rate_per_s: int, spread_s: float, slack_s: float
+) -> None:
     gateway = site.add_gateway("herd", handshakes_per_s=rate_per_s)
     await gateway.start()
     daemons = await site.join(nodes, dial=site.dial_to(gateway))
@@ -50,6 +53,6 @@ async def test_a_herd_is_let_in_at_the_buckets_rate(site: Site, nodes: int, rate
     reasons = Counter(ended.reason for daemon in daemons for ended in daemon.endings)
     assert set(reasons) <= {Reason.HANDSHAKES, Reason.HELLOS}
     assert max(refusals) <= REFUSALS_MAX, reasons
-    assert took_s < nodes / rate_per_s + 5
+    assert took_s < nodes / rate_per_s + slack_s
     await site.until_agreed(within_s=30)
     await site.assert_no_clones()

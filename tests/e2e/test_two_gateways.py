@@ -91,7 +91,8 @@ async def test_kill_of_a_gateway(site: Site, begun: Counter[str], nodes: int) ->
     await until(lambda: not any(len(daemon.events) for daemon in daemons), what="the acks of all events", within_s=20)
     await site.assert_events_whole()
     await site.assert_no_clones()
-    assert took_s < len(on_first) / RATE_PER_S + 10
+    # A short run on a full machine says that all come back, not how soon.
+    assert took_s < len(on_first) / RATE_PER_S + (60 if nodes < 200 else 10)
 
 
 @pytest.mark.parametrize("past_its_trust", [False, pytest.param(True, marks=pytest.mark.long)])
