@@ -144,6 +144,7 @@ async def test_a_superseded_certificate_renews_nothing(plane):
         ("UPDATE nodes SET quarantined_at = compute_now(), quarantine_reason = 'clone'", Reason.QUARANTINED),
         ("UPDATE nodes SET revoked_at = compute_now(), revoked_by = 'ops', revoked_reason = ''", Reason.REVOKED),
         ("DELETE FROM nodes", Reason.NOT_JOINED),
+        ("UPDATE node_certs SET node_id = 'other'", Reason.BAD_CERTIFICATE),
     ],
 )
 async def test_who_may_not_renew(plane, spoil, reason):
