@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import load_der_public_key
 
 from bettercompute.errors import Refused
 from bettercompute.pki import certificates, rotation
+from bettercompute.pki.identity import UNREADABLE
 from bettercompute.pki.rotation import NOBODY, Behind, Dependents, KeyStage, Purpose, Step, TrustedKey, in_stage
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.services.installation import Installation, publish
@@ -263,7 +264,7 @@ def _checked(purpose: Purpose, public_der: bytes, companion_der: bytes, *, now_m
     try:
         certificate = certificates.load_certificate(public_der)
         constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except (Refused, ValueError, x509.ExtensionNotFound) as error:
+    except (Refused, *UNREADABLE) as error:
         raise refuse(Reason.BAD_REQUEST, f"the new {purpose} is no CA certificate in DER") from error
     if not constraints.ca or not certificates.is_p256(certificate.public_key()):
         raise refuse(Reason.BAD_REQUEST, f"the new {purpose} is not a CA on P-256")
@@ -275,7 +276,7 @@ def _checked(purpose: Purpose, public_der: bytes, companion_der: bytes, *, now_m
 def _join_key(spki_der: bytes) -> ec.EllipticCurvePublicKey:
     try:
         key = load_der_public_key(spki_der)
-    except ValueError as error:
+    except UNREADABLE as error:
         raise refuse(Reason.BAD_REQUEST, "a new join key is no SubjectPublicKeyInfo in DER") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not certificates.is_p256(key):
         raise refuse(Reason.BAD_REQUEST, "a new join key is not on P-256")

@@ -36,6 +36,7 @@ from tests.unit.services.joining import INSTALLATION, Node, Plane
 
 WORLD = system_world()
 SIGNED = dataclasses.replace(INSTALLATION, command_signing=True)
+UNKNOWN_KEY = bytes.fromhex("300b300506032a030403020001")  # a SubjectPublicKeyInfo of an algorithm that nobody has
 
 
 @dataclass
@@ -310,7 +311,9 @@ async def test_the_serving_ca(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("purpose", "public_der"), [(Purpose.COMMAND_ROOT, b"no"), (Purpose.JOIN_SIGNING, b"no")], ids=["root", "join"]
+    ("purpose", "public_der"),
+    [(Purpose.COMMAND_ROOT, b"no"), (Purpose.JOIN_SIGNING, b"no"), (Purpose.JOIN_SIGNING, UNKNOWN_KEY)],
+    ids=["root", "join", "unknown"],
 )
 async def test_what_is_no_key_is_refused(site: Site, purpose: Purpose, public_der: bytes) -> None:
     with pytest.raises(Refused, match=r"the new command-root|a new join key") as caught:
@@ -318,16 +321,25 @@ async def test_what_is_no_key_is_refused(site: Site, purpose: Purpose, public_de
     assert caught.value.reason == Reason.BAD_REQUEST
 
 
-async def test_a_leaf_is_no_root(site: Site) -> None:
-    leaf = site.folder.certificate("worker")
-    with pytest.raises(Refused, match=r"not a CA|no CA"):
+async def test_a_leaf_is_no_ca_and_what_is_not_held_here_is_not_put_in_use(site: Site) -> None:
+    leaf = site.folder.certificate("worker").public_bytes(Encoding.DER)
+    for purpose in (Purpose.COMMAND_ROOT, Purpose.NODE_CA):  # of node CAs no bundle speaks, which would look again
+        with pytest.raises(Refused, match=f"the new {purpose} is not a CA"):
+            await site.rotating.prepare(purpose=purpose, public_der=leaf, asked_by="ops")
+    now_ms = WORLD.clock.now_ms()
+    ended = certificates.make_node_ca(serial=bytes(16), now_ms=now_ms - certificates.AUTHORITY_LIFETIME_MS)
+    with pytest.raises(Refused, match="not valid now"):
         await site.rotating.prepare(
-            purpose=Purpose.COMMAND_ROOT,
-            public_der=leaf.public_bytes(Encoding.DER),
-            asked_by="ops",
+            purpose=Purpose.NODE_CA, public_der=ended.certificate.public_bytes(Encoding.DER), asked_by="ops"
         )
     keys = await stored_trust.keys(site.database)
-    assert not rotation.in_stage(keys, Purpose.COMMAND_ROOT, KeyStage.NEXT)
+    assert not any(rotation.in_stage(keys, purpose, KeyStage.NEXT) for purpose in Purpose)
+    foreign = certificates.make_node_ca(serial=bytes(16), now_ms=now_ms).certificate
+    await site.rotating.prepare(purpose=Purpose.NODE_CA, public_der=foreign.public_bytes(Encoding.DER), asked_by="ops")
+    with pytest.raises(Refused, match="does not hold the node-ca"):
+        await site.rotating.switch(
+            purpose=Purpose.NODE_CA, key_sha256=certificates.spki_sha256(foreign), asked_by="ops"
+        )
 
 
 async def test_a_bundle_over_its_bound_is_not_published(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
