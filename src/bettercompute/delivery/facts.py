@@ -18,10 +18,9 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandFact:
+class CommandFact(NamedTuple):
     """One command update: acked, running or terminal. Merged per command: the highest state wins, terminal ones never
-    move.
+    move. A tuple for the same reason as `EventRecord`: a third of the price of a frozen dataclass.
 
     `state` is never REJECTED: a rejection other than BUSY is a failure with its reason, and BUSY is routing, not a
     fact.

@@ -93,7 +93,7 @@ def _add_command(batch: FactBatch, node_id: str, fact: CommandFact, draw_id: Cal
     saw_acked = fact.state is CommandState.ACKED or (before is not None and before.saw_acked)
     saw_running = fact.state is CommandState.RUNNING or (before is not None and before.saw_running)
     if before is not None and (before.state in TERMINAL or fact.state < before.state):
-        batch.commands[key] = replace(before, saw_acked=saw_acked, saw_running=saw_running)
+        batch.commands[key] = before._replace(saw_acked=saw_acked, saw_running=saw_running)
         return
     batch.commands[key] = CommandNews(
         node_id=node_id,

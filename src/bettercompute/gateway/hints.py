@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from bettercompute.store import channels, hints
 from bettercompute.store.database import Database
 
-# Nobody who waits for a command's end minds so little, and what ends within it is told at once.
-WINDOW_S = 0.02
+# Nobody who waits for a command's end notices, and each hint is a statement: without a window each end would have one.
+WINDOW_S = 0.05
 
 
 class Hints:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import NamedTuple
 
 from bettercompute.delivery.commands import CommandState, OutgoingCommand
 from bettercompute.delivery.facts import EventRecord
@@ -25,9 +26,11 @@ COLUMN_SEPARATOR = "\x1f"
 SEEN: Mapping[int, CommandState | None] = {2: None, 3: CommandState.ACKED, 4: CommandState.RUNNING}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandNews:
-    """What one batch says about one command: the highest state of it, and which states it passed."""
+class CommandNews(NamedTuple):
+    """What one batch says about one command: the highest state of it, and which states it passed.
+
+    A tuple, because one is made for each update.
+    """
 
     node_id: str
     command_id: str
