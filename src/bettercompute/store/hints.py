@@ -1,7 +1,7 @@
 """Notifications of what has been committed, in a transaction of their own that waits for no disk.
 
 PostgreSQL lets one transaction with a NOTIFY commit at a time, and keeps the next one waiting until the first is on
-the disk: where commands come singly, that queue was the larger part of their time. See decisions 0161.
+the disk: commands that come singly stood in that line twice. See decisions 0161.
 """
 
 from __future__ import annotations
