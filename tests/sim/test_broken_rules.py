@@ -115,6 +115,9 @@ def of_short(name: str, *kinds: str, work: Work) -> Scenario:
 RECONNECTS = of_short(
     *("reconnects", "connection-loss", "partition", "gateway-pause"), work=Work(command_every_s=1, event_every_s=20)
 )
+SUPERSEDED = of_short(
+    *("superseded", "gateway-pause", "gateway-partition", "partition", "clone"), work=Work(command_every_s=1)
+)
 LOST_JOURNALS = of_short(
     *("lost-journals", "journal-lost", "node-crash", "connection-loss"), work=Work(command_every_s=1, event_every_s=20)
 )
@@ -137,11 +140,11 @@ LONG_OUTAGES = replace(
 @pytest.mark.parametrize(
     ("breaking", "scenario"),
     [
-        (epoch_predicate_dropped, scenarios.load("short")),
+        (epoch_predicate_dropped, SUPERSEDED),
         (ack_before_commit, scenarios.load("short")),
         (credits_not_reset, RECONNECTS),
         (journal_lost_rule_inverted, LOST_JOURNALS),
-        (double_replay, scenarios.load("short")),
+        (double_replay, RECONNECTS),
         (lease_unchecked, scenarios.load("outages")),
         (event_dedup_off, RESTORED_DISKS),
         (grace_ignored, LONG_OUTAGES),
