@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from bettercompute.errors import Refused
 from bettercompute.pki.certificates import Authority, is_p256
+from bettercompute.pki.identity import UNREADABLE
 from bettercompute.protocol.statuses import Reason, refuse
 
 SERVING_CA = "serving-ca"
@@ -224,7 +225,7 @@ def key_from_pem(data: bytes, *, name: str) -> ec.EllipticCurvePrivateKey:
     """Return the P-256 private key of a PEM file; refuse what is none, naming the file."""
     try:
         key = load_pem_private_key(data, password=None)
-    except (ValueError, TypeError) as error:
+    except UNREADABLE as error:
         raise _unreadable(name, "it holds no unencrypted PEM private key") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_p256(key.public_key()):
         raise _unreadable(name, "its key is not on P-256")
@@ -235,7 +236,7 @@ def public_key_from_pem(data: bytes, *, name: str) -> ec.EllipticCurvePublicKey:
     """Return the P-256 public key of a PEM file; refuse what is none, naming the file."""
     try:
         key = load_pem_public_key(data)
-    except (ValueError, TypeError) as error:
+    except UNREADABLE as error:
         raise _unreadable(name, "it holds no PEM public key") from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or not is_p256(key):
         raise _unreadable(name, "its key is not on P-256")
@@ -309,7 +310,7 @@ class KeyFolder:
         """Read the first certificate of NAME.pem; its key may be elsewhere."""
         try:
             return x509.load_pem_x509_certificates(self._read(f"{name}.pem"))[0]
-        except ValueError as error:
+        except UNREADABLE as error:
             raise _unreadable(str(self.folder / f"{name}.pem"), "it holds no PEM certificate") from error
 
     def pem(self, name: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import stat
 from pathlib import Path
@@ -184,3 +185,11 @@ def test_a_folder_in_the_place_of_a_key_names_the_file(tmp_path):
     (tmp_path / "worker.key").mkdir()
     with pytest.raises(Refused, match=r"worker\.key cannot be used: Is a directory"):
         KeyFolder(tmp_path).key(keyfiles.WORKER)
+
+
+def test_a_key_of_an_algorithm_that_nobody_has_is_a_mistake_of_the_file():
+    unknown = base64.b64encode(bytes.fromhex("300b300506032a030403020001")).decode()
+    for read in (keyfiles.public_key_from_pem, keyfiles.key_from_pem):
+        what = "PUBLIC" if read is keyfiles.public_key_from_pem else "PRIVATE"
+        with pytest.raises(Refused, match="x cannot be used"):
+            read(f"-----BEGIN {what} KEY-----\n{unknown}\n-----END {what} KEY-----\n".encode(), name="x")
