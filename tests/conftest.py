@@ -11,7 +11,12 @@ from hypothesis import HealthCheck, settings
 from bettercompute.store.database import Database
 from bettercompute.system import system_world
 from bettercompute.testing import postgres
-from tests.failures import pytest_runtest_protocol, pytest_runtest_teardown  # noqa: F401 - pytest finds them here
+from tests.failures import (  # noqa: F401 - pytest finds them here
+    pytest_runtest_call,
+    pytest_runtest_protocol,
+    pytest_runtest_teardown,
+    pytest_timeout_set_timer,
+)
 from tests.sim import totals
 
 # The same examples in every run, and a busy machine is no failure.
