@@ -121,9 +121,13 @@ SUPERSEDED = of_short(
 LOST_JOURNALS = of_short(
     *("lost-journals", "journal-lost", "node-crash", "connection-loss"), work=Work(command_every_s=1, event_every_s=20)
 )
-RESTORED_DISKS = of_short(
-    *("restored-disks", "journal-rollback", "connection-loss", "lost-commits"),
-    work=Work(command_every_s=10, event_every_s=1),
+RESTORED_DISKS = replace(
+    of_short("restored-disks", "connection-loss", work=Work(command_every_s=10, event_every_s=0.5)),
+    faults=(
+        FaultPlan(kind="journal-rollback", every_s=6, for_s=(2, 15)),
+        FaultPlan(kind="connection-loss", every_s=6),
+        FaultPlan(kind="node-crash", every_s=10),
+    ),
 )
 # A judgement without the grace needs a gateway that nobody has replaced when the database is back, and long ages.
 LONG_OUTAGES = replace(
