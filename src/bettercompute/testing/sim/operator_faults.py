@@ -33,14 +33,25 @@ async def node_locked(stage: Stage, for_s: float) -> None:
     async def unlock(transaction: Transaction) -> None:
         await standing.unlock(transaction, node_id=node.node_id)
 
-    if not await _said(stage, node, lock, again=False):
-        return
+    await _said(stage, node, lock, again=False)  # it may hold although nobody heard so: unlocked in any case
     stage.tell(
         f"{node.node_id} is locked, {'until it is unlocked' if ttl_ms is None else 'with an end'}: {for_s:.1f} s"
     )
     await asyncio.sleep(for_s)
     if ttl_ms is None and await _said(stage, node, unlock):
         stage.tell(f"{node.node_id} is unlocked")
+
+
+async def unlock_all(stage: Stage) -> None:
+    """Unlock what is locked without an end: a database that came back may hold a lock that was undone since."""
+
+    async def unlock(transaction: Transaction) -> None:
+        await standing.unlock(transaction, node_id=node.node_id)
+
+    for node in stage.nodes:
+        row = stage.ledger.row("nodes", node.node_id)
+        if row is not None and row["locked_at"] is not None and row["locked_until"] is None:
+            await _said(stage, node, unlock)
 
 
 async def node_revoked(stage: Stage, for_s: float) -> None:

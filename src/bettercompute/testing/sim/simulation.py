@@ -18,7 +18,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels
 from bettercompute.store.limits import SERVER_LIMITS
 from bettercompute.testing.postgres import MEMORY
-from bettercompute.testing.sim import ledger, settling, work
+from bettercompute.testing.sim import ledger, operator_faults, settling, work
 from bettercompute.testing.sim.bcd_node import BcdNode
 from bettercompute.testing.sim.cluster import Cluster
 from bettercompute.testing.sim.fake_node import FakeNode
@@ -260,6 +260,7 @@ async def _settle(stage: Stage) -> float | None:
     loop = asyncio.get_running_loop()
     if stage.running_faults:
         await asyncio.wait(stage.running_faults)
+    await operator_faults.unlock_all(stage)
     for node in stage.nodes:
         await stage.mend(node)
     began_s = loop.time()
