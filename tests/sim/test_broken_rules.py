@@ -118,8 +118,9 @@ RECONNECTS = of_short(
 SUPERSEDED = of_short(
     *("superseded", "gateway-pause", "gateway-partition", "partition", "clone"), work=Work(command_every_s=1)
 )
-LOST_JOURNALS = of_short(
-    *("lost-journals", "journal-lost", "node-crash", "connection-loss"), work=Work(command_every_s=1, event_every_s=20)
+LOST_JOURNALS = replace(
+    of_short("lost-journals", "journal-lost", work=Work(command_every_s=0.7, event_every_s=20)),
+    faults=(FaultPlan(kind="journal-lost", every_s=6), FaultPlan(kind="connection-loss", every_s=6)),
 )
 RESTORED_DISKS = replace(
     of_short("restored-disks", "connection-loss", work=Work(command_every_s=10, event_every_s=0.5)),
