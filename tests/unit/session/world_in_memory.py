@@ -18,7 +18,7 @@ from bettercompute.delivery.lanes import DEFAULT_CREDITS
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, CommandKind, pack_payload
 from bettercompute.protocol.statuses import Status
-from bettercompute.session import daemon_side, effects, gateway_side, hello, inputs, opening
+from bettercompute.session import clock, daemon_side, effects, gateway_side, hello, inputs, opening
 from bettercompute.session.hello_plan import (
     CertificateFacts,
     CommandInFlight,
@@ -310,6 +310,11 @@ class World:
         )
         if self.gateway is not None:
             self.tell_gateway(inputs.Tick())
+
+    def wait(self, passed_ms: int) -> None:
+        """Let a long time pass for a daemon that looks at its clock all along."""
+        for left_ms in range(passed_ms, 0, -clock.UNSEEN_MAX_MS):
+            self.tick(passed_ms=min(left_ms, clock.UNSEEN_MAX_MS))
 
     def finish(self, command_id: str, state: CommandState = CommandState.SUCCEEDED) -> None:
         """A handler ends."""
