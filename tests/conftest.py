@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -38,6 +39,13 @@ def own_logs() -> Iterator[None]:
     """Forget where a test sent the logs: its captured stream is closed when it ends."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def no_gateway_left() -> Iterator[None]:
+    """Fail a test that leaves a gateway in this process: its thread would complain into the tests that follow."""
+    yield
+    assert "gateway-lease" not in [thread.name for thread in threading.enumerate()], "a gateway was not stopped"
 
 
 @pytest.fixture(scope="session")

@@ -82,11 +82,8 @@ async def test_the_other_keys_under_nodes_that_join_at_every_stage(site: Site, p
     await whole_rotation(site, purpose, away=False)
 
 
-@pytest.mark.parametrize(
-    "purpose",
-    [Purpose.COMMAND_ROOT, *(pytest.param(key, marks=pytest.mark.long) for key in list(Purpose)[1:])],
-    ids=str,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("purpose", list(Purpose), ids=str)
 async def test_a_crash_between_any_two_steps_locks_nobody_out(site: Site, purpose: Purpose) -> None:
     await site.join("node-1")
     await site.all_run()

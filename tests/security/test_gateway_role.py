@@ -52,8 +52,7 @@ async def rig(
     server = MemoryServer(gateway.handler, world=world)
     made = Rig(database, world, services, gateway, server, node_ca)
     yield made
-    await gateway.stop()
-    await server.close(drain_ms=0)
+    await made.stop()
     await restricted.close()
 
 

@@ -38,8 +38,4 @@ async def rig(database: Database, node_ca: certificates.Authority, config: Gatew
     server = MemoryServer(gateway.handler, world=world)
     rig = Rig(database, world, services, gateway, server, node_ca)
     yield rig
-    for other, other_server in rig.extra:
-        await other.stop()
-        await other_server.close(drain_ms=0)
-    await gateway.stop()
-    await server.close(drain_ms=0)
+    await rig.stop()

@@ -123,6 +123,12 @@ class Rig:
         self.extra.append((gateway, server))
         return gateway, server
 
+    async def stop(self) -> None:
+        """Stop every gateway, the second ones first."""
+        for gateway, server in (*self.extra, (self.gateway, self.server)):
+            await gateway.stop()
+            await server.close(drain_ms=0)
+
     async def drain(self, gateway: Gateway | None = None) -> None:
         """Ask a gateway to drain, as an operator does, and wait until it does."""
         asked = gateway or self.gateway

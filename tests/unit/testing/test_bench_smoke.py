@@ -1,4 +1,7 @@
-"""Every bench runs and prints its row, at sizes that mean nothing: a real gateway process, TLS and PostgreSQL."""
+"""Every bench runs and prints its row, at sizes that mean nothing: a real gateway process, TLS and PostgreSQL.
+
+Those of delivery in each run of the tests, the others in the long one.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
     return read
 
 
+@pytest.mark.long
 def test_gateway_streams(running: BenchStack, printed: Printed) -> None:
     sizes = replace(gateway_streams.QUICK, window_s=0.2)
     with reference(running) as (echo_id, echo_url):
@@ -80,6 +84,7 @@ def test_journal(printed: Printed) -> None:
     assert printed()["journal"]["per_s"] > 0
 
 
+@pytest.mark.long
 def test_bcd_idle(running: BenchStack, printed: Printed) -> None:
     uvloop.run(bcd_idle.measure(running, bcd_idle.QUICK))
     assert printed()["bcd_idle"]["rss_mb"] > 0
