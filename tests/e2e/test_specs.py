@@ -50,6 +50,10 @@ class Node:
     def logged(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
+    def applied(self) -> list[int]:
+        """Return the generations that the daemon says it applied, in order."""
+        return [line["generation"] for line in self.logged() if line["event"] == "desired state applied"]
+
 
 @pytest.fixture
 def node(stack: Stack, provisioned: tuple[str, Path], tmp_path: Path) -> Iterator[Node]:
@@ -106,8 +110,7 @@ def test_set_enforced_offline_and_patched(stack: Stack, node: Node) -> None:
     assert done.returncode == 0, done.stderr
     assert "+ host.huge_pages[0].count = " in done.stdout
     assert node.pages.read_text() == "16\n"
-    applied = lambda: [line["generation"] for line in node.logged() if line["event"] == "desired state applied"]  # noqa: E731
-    until(lambda: applied() == [1, 2, 3], what="three applied generations in the log")
+    until(lambda: node.applied() == [1, 2, 3], what="three applied generations in the log")
 
     diff = stack.run("spec", "diff", node.node_id, "--from", "1", "--json")
     assert json.loads(diff.stdout)["changes"] == [{"path": "host.huge_pages[0].count", "before": "64", "after": "16"}]

@@ -121,7 +121,8 @@ def reload(ledger: Ledger, server: SimulatedServer) -> None:
     """Read all watched tables anew: the database is another one than a moment ago."""
     for watched in WATCHED:
         rows = server.query(
-            f"SELECT {_values(watched, 't')}::text AS told FROM {watched.table} t ORDER BY {', '.join(watched.key)}"  # noqa: S608
+            f"SELECT {_values(watched, 't')}::text AS told FROM {watched.table} t"  # noqa: S608 - names of our own
+            f" ORDER BY {', '.join(watched.key)}"
         )
         read = [dict(zip(watched.names, json.loads(row["told"]), strict=True)) for row in rows]
         ledger.rows[watched.table] = {tuple(row[name] for name in watched.key): row for row in read}
