@@ -23,7 +23,7 @@ from bettercompute.transport.client import unary_on
 from bettercompute.transport.limits import DEFAULT_LIMITS, Limits
 from bettercompute.transport.memory_calls import NETWORK, Line, MemoryClientCall, MemoryServerCall
 from bettercompute.transport.server import run_handler
-from bettercompute.world import World
+from bettercompute.world import Clock, World
 
 
 class MemoryServer:
@@ -58,8 +58,12 @@ class MemoryServer:
         port: int = 0,
         server_certificate: ServerCertificate | None = None,
         latency_s: Callable[[], float] | None = None,
+        clock: Clock | None = None,
     ) -> MemoryConnection:
-        """Return a new connection to this server; raises `CallEnded` when it takes none."""
+        """Return a new connection to this server; raises `CallEnded` when it takes none.
+
+        `clock` is what the client's end stamps what it hears with, where its host is another than the server's.
+        """
         if not self.accepting:
             raise CallEnded(EndKind.GOING_AWAY, "the server takes no connections")
         connection = MemoryConnection(
@@ -67,6 +71,7 @@ class MemoryServer:
             peer=Peer(address, port, certificate_chain),
             server_certificate=server_certificate,
             latency_s=latency_s,
+            clock=self._world.clock if clock is None else clock,
         )
         self._connections[connection] = None
         return connection
@@ -121,6 +126,7 @@ class MemoryConnection:
         peer: Peer,
         server_certificate: ServerCertificate | None,
         latency_s: Callable[[], float] | None,
+        clock: Clock,
     ) -> None:
         self.server_certificate = server_certificate
         self.serving_ca_pem: bytes | None = None
@@ -132,8 +138,7 @@ class MemoryConnection:
         self._calls: dict[MemoryClientCall, None] = {}
         self._going_away = False
         self._ping_timeout: asyncio.TimerHandle | None = None
-        clock = server.world.clock
-        self.to_server = Line(clock=clock, latency_s=latency_s, changed=self._on_line_changed)
+        self.to_server = Line(clock=server.world.clock, latency_s=latency_s, changed=self._on_line_changed)
         self.to_client = Line(clock=clock, latency_s=latency_s, changed=self._on_line_changed)
 
     @property

@@ -83,6 +83,27 @@ async def test_last_heard_stands_still_in_a_partition():
     await server.close(drain_ms=0)
 
 
+async def test_each_end_stamps_what_it_hears_by_its_own_clock():
+    # A host's clock that has leapt a day ahead of the gateway's must not make the gateway look silent for a day.
+    heard: list[int] = []
+
+    async def stamp(call: ServerCall) -> None:
+        heard.append(call.last_heard_ms)
+        await echo(call)
+
+    there, here = StoppedClock(), StoppedClock()
+    here.now = there.now + 86_400_000
+    server = MemoryServer(stamp, world=replace(WORLD, clock=there))
+    connection = server.connect(clock=here)
+    assert await connection.unary("/m", b"x", timeout_s=30) == b"x"
+    for line in (connection.to_server, connection.to_client):
+        line.hold()
+    assert connection.last_heard_ms == here.now
+    assert heard == [there.now]
+    connection.close()
+    await server.close(drain_ms=0)
+
+
 async def test_a_partition_that_lasts_ends_as_unanswered_pings_would():
     limits = Limits(ping_interval_ms=10, pings_unanswered_max=2)
     server = MemoryServer(echo, world=WORLD, limits=limits)

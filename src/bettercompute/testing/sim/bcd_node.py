@@ -37,8 +37,8 @@ from bettercompute.protocol.kinds import KINDS
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
 from bettercompute.testing.sim.node import DURATIONS_S, EVENT_TYPE, NodeParts
 from bettercompute.testing.sim.process import SimulatedProcess
-from bettercompute.testing.sim.taps import TappedConnection
 from bettercompute.transport.calls import Connection, DialTarget
+from bettercompute.world import Clock
 
 # Small, so that the bound is reached sometimes and copies are quick.
 LIMITS = JournalLimits(max_bytes=4 * 1024 * 1024, reserve_bytes=512 * 1024, ballast_bytes=64 * 1024)
@@ -214,7 +214,8 @@ class BcdNode:
         """Do what `bcd rejoin TOKEN` does."""
         world = make_world(f"{self.parts.seed} {process.name} join", clock=self.clock)
         settings = JoinSettings(token=self.token, daemon_version=__version__, rejoin=True)
-        await join(IdentityStore(self.state_dir), settings, world=world, dial=self._dial)
+        dial = functools.partial(self._dial, world.clock)
+        await join(IdentityStore(self.state_dir), settings, world=world, dial=dial)
         self.token = ""
 
     def _agent(self, process: SimulatedProcess) -> Agent:
@@ -225,15 +226,16 @@ class BcdNode:
                 rules.began(self.node_id, context.command_id, context.kind, who=process.name)
 
         handlers: dict[str, Handler] = {kind: PlayedHandler(kind, began) for kind in DURATIONS_S}
+        world = make_world(f"{self.parts.seed} {process.name}", clock=self.clock)
         parts = DaemonParts(
-            world=make_world(f"{self.parts.seed} {process.name}", clock=self.clock),
+            world=world,
             config=CurrentConfig(Config(state_dir=self.state_dir)),
             environment={},
             identities=IdentityStore(self.state_dir),
             notifier=SystemdNotifier({}),
             root=lambda: replace(HostRoot.live(), folder=self.root),
             handlers=handlers,
-            dial=self._dial,
+            dial=functools.partial(self._dial, world.clock),
         )
         return Agent(
             parts,
@@ -248,7 +250,7 @@ class BcdNode:
         self.disk = FullableDisk(folder, limits=limits, full=lambda: self.disk_full)
         return self.disk
 
-    async def _dial(self, target: DialTarget) -> Connection:
+    async def _dial(self, clock: Clock, target: DialTarget) -> Connection:
         process, shown = self.process, target.identity
         assert process is not None
         chain: tuple[bytes, ...] = ()  # who joins has none yet
@@ -256,10 +258,9 @@ class BcdNode:
             found = x509.load_pem_x509_certificates(shown.certificate_chain_pem)
             chain = tuple(certificate.public_bytes(Encoding.DER) for certificate in found)
         gateway = target.url.removeprefix("https://").partition(":")[0]
-        connection = await self.parts.network.dial(gateway, host=self.node_id, process=process, chain=chain)
-        if self.parts.rules is None:
-            return connection
-        return TappedConnection(connection, node_id=self.node_id, machine=self.name, rules=self.parts.rules)
+        return await self.parts.dial(
+            gateway, node_id=self.node_id, machine=self.name, process=process, clock=clock, chain=chain
+        )
 
     def end(self) -> None:
         """Kill it for good, and with it what else runs on its disk: what comes next is done to the disk."""

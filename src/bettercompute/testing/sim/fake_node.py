@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,8 +15,8 @@ from bettercompute.testing.sim.fleet import Joined
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
 from bettercompute.testing.sim.node import DURATIONS_S, EVENT_TYPE, NodeParts
 from bettercompute.testing.sim.process import SimulatedProcess
-from bettercompute.testing.sim.taps import TappedConnection
 from bettercompute.transport.streams import Connection
+from bettercompute.world import Clock
 
 ANSWERS: Mapping[str, Answer] = {kind: Answer(delay_ms=int(seconds * 1000)) for kind, seconds in DURATIONS_S.items()}
 
@@ -86,7 +87,7 @@ class FakeNode:
         def make() -> FakeDaemon:
             return FakeDaemon(
                 self.node_id,
-                dial=self._dial,
+                dial=functools.partial(self._dial, world.clock),
                 world=world,
                 levers=Levers(answers=dict(ANSWERS)),
             )
@@ -164,14 +165,16 @@ class FakeNode:
         if daemon is not None and process is not None and process.alive and not process.paused:
             process.run(daemon.record_events, [(EVENT_TYPE, payload_json)])
 
-    async def _dial(self) -> Connection:
+    async def _dial(self, clock: Clock) -> Connection:
         parts, process = self.parts, self.process
         assert process is not None
         if not self.untried:
             self.untried = parts.rng.sample(parts.gateways, len(parts.gateways))
-        connection = await parts.network.dial(
-            self.untried.pop(), host=self.node_id, process=process, chain=self.joined.chain
+        return await parts.dial(
+            self.untried.pop(),
+            node_id=self.node_id,
+            machine=self.node_id,
+            process=process,
+            clock=clock,
+            chain=self.joined.chain,
         )
-        if parts.rules is None:
-            return connection
-        return TappedConnection(connection, node_id=self.node_id, machine=self.node_id, rules=parts.rules)

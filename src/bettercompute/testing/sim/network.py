@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from bettercompute.testing.sim.process import SimulatedProcess
 from bettercompute.transport.calls import DialFailed, DialKind
 from bettercompute.transport.memory import MemoryConnection, MemoryServer
+from bettercompute.world import Clock
 
 DIAL_TIMEOUT_S = 20.0
 
@@ -58,9 +59,12 @@ class Network:
     _open: dict[MemoryConnection, Open] = field(default_factory=dict)
 
     async def dial(
-        self, gateway: str, *, host: str, process: SimulatedProcess, chain: tuple[bytes, ...]
+        self, gateway: str, *, host: str, process: SimulatedProcess, clock: Clock, chain: tuple[bytes, ...]
     ) -> MemoryConnection:
-        """Connect, or fail as a dial fails: at once where nobody listens, late where nothing comes through."""
+        """Connect, or fail as a dial fails: at once where nobody listens, late where nothing comes through.
+
+        `clock` is the one that the process reads: its host's may leap, and it keeps its own from stepping back.
+        """
         self.dials += 1
         await asyncio.sleep(self.latency_s())
         if any(self.blocked.get(Way(host, gateway, up)) for up in (True, False)):
@@ -69,7 +73,7 @@ class Network:
         found = self.listening.get(gateway)
         if found is None or not found.server.accepting:
             raise DialFailed(DialKind.CONNECT, f"nobody listens at {gateway}")
-        connection = found.server.connect(certificate_chain=chain, address=host, latency_s=self.latency_s)
+        connection = found.server.connect(certificate_chain=chain, address=host, latency_s=self.latency_s, clock=clock)
         self._open[connection] = Open(host, gateway, connection, (process, found.process))
         self._carry(connection)
         await asyncio.sleep(self.latency_s())

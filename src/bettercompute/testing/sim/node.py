@@ -12,7 +12,9 @@ from bettercompute.testing.sim.fleet import Registrar
 from bettercompute.testing.sim.machine import SimulatedClock
 from bettercompute.testing.sim.network import Network
 from bettercompute.testing.sim.process import SimulatedProcess
-from bettercompute.testing.sim.taps import FrameRules
+from bettercompute.testing.sim.taps import FrameRules, TappedConnection
+from bettercompute.transport.calls import Connection
+from bettercompute.world import Clock
 
 # How long the effect of each kind takes.
 DURATIONS_S: Mapping[str, float] = {
@@ -38,6 +40,22 @@ class NodeParts:
     seed: str
     folder: Path
     """Where those with a disk have it."""
+
+    async def dial(
+        self,
+        gateway: str,
+        *,
+        node_id: str,
+        machine: str,
+        process: SimulatedProcess,
+        clock: Clock,
+        chain: tuple[bytes, ...],
+    ) -> Connection:
+        """Connect as this node, on this machine, from this process with its clock; whoever judges frames listens."""
+        connection = await self.network.dial(gateway, host=node_id, process=process, clock=clock, chain=chain)
+        if self.rules is None:
+            return connection
+        return TappedConnection(connection, node_id=node_id, machine=machine, rules=self.rules)
 
 
 class Node(Protocol):
