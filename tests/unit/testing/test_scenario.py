@@ -35,6 +35,19 @@ def test_what_is_shipped_names_faults_that_exist(name: str) -> None:
         ("[[fault]]\nkind = 'clone'", "every_s"),
         ("[[fault]]\nkind = 'clone'\nevery_s = 0", "every_s = 0 must be above 0"),
         ("[[fault]]\nkind = 3\nevery_s = 1", "kind = 3 is no text"),
+        ("fault = 3", "faults are [[fault]] tables"),
+        ("[fault]\nkind = 'clone'\nevery_s = 1", "faults are [[fault]] tables"),
+        ("fault = [1]", "[[fault]] is 1: a table is wanted"),
+        ("fleet = 3", "[fleet] is 3: a table is wanted"),
+        ("[[fleet]]\nnodes = 3", "a table is wanted"),
+        ("[fleet]\nnodes = 0", "neither nodes nor daemons"),
+        ("[fleet]\nnodes = 100001", "nodes = 100001 is above 100,000"),
+        ("[fleet]\ngateways = 65", "gateways = 65 is above 64"),
+        ("[phases]\nfaults_s = 1e30", "faults_s = 1e+30 is above 31,536,000"),
+        ("[work]\ncancel_share = 1.5", "cancel_share = 1.5 is above 1"),
+        ("[work]\nevent_every_s = 1e-9", "event_every_s = 1e-09 is more often than every 0.001 s"),
+        ("[times]\ndisk_ms = [1, 1e9]", "is above 60,000"),
+        ("[[fault]]\nkind = 'clone'\nevery_s = 1\nfor_s = [1, 1e9]", "is above 31,536,000"),
     ],
 )
 def test_a_mistake_is_named(text: str, says: str) -> None:
@@ -55,6 +68,9 @@ def test_a_file_is_named_by_its_path(tmp_path: Path) -> None:
     file.write_text("[fleet]\nnodes = 3\n")
     assert scenario.load(str(file)).name == "quake"
     assert scenario.load(str(file)).fleet.nodes == 3
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(Refused, match=r"quake\.toml is no UTF-8 text"):
+        scenario.load(str(file))
     with pytest.raises(Refused, match=r"absent\.toml cannot be read: No such file"):
         scenario.load(str(tmp_path / "absent.toml"))
     with pytest.raises(Refused, match=r"no scenario .absent.: name a \.toml file or one of all, days"):

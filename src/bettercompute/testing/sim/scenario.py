@@ -95,9 +95,11 @@ def load(name: str) -> Scenario:
             )
         return parse(shipped.read_text(), name=name)
     try:
-        return parse(path.read_text(), name=path.stem)
+        return parse(path.read_text(encoding="utf-8"), name=path.stem)
     except OSError as error:
         raise refuse(Reason.BAD_REQUEST, f"the scenario {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise refuse(Reason.BAD_REQUEST, f"the scenario {path} is no UTF-8 text: {error.reason}") from error
 
 
 def shipped_names() -> list[str]:
@@ -115,18 +117,25 @@ def parse(text: str, *, name: str) -> Scenario:
     tables: dict[str, Any] = {}
     for table, values in read.items():
         if table == "fault":
+            if not isinstance(values, list):
+                raise refuse(Reason.BAD_REQUEST, f"scenario {name}: faults are [[fault]] tables, one for each kind")
             tables["faults"] = tuple(_table(FaultPlan, entry, f"{name}: [[fault]]") for entry in values)
         elif table in _TABLES:
             tables[table] = _table(_TABLES[table], values, f"{name}: [{table}]")
         else:
             raise refuse(Reason.BAD_REQUEST, f"scenario {name} has no table [{table}]: {', '.join(_TABLES)}, [[fault]]")
-    return Scenario(name=name, **tables)
+    scenario = Scenario(name=name, **tables)
+    if not scenario.fleet.nodes + scenario.fleet.daemons:
+        raise refuse(Reason.BAD_REQUEST, f"scenario {name} has neither nodes nor daemons: nothing would be judged")
+    return scenario
 
 
 _TABLES: Mapping[str, type[Any]] = {"fleet": Fleet, "phases": Phases, "times": Times, "work": Work}
 
 
 def _table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    if not isinstance(values, dict):
+        raise refuse(Reason.BAD_REQUEST, f"{where} is {values!r}: a table is wanted")
     known = {entry.name: entry for entry in fields(kind)}
     taken: dict[str, Any] = {}
     for key, value in values.items():
@@ -145,6 +154,21 @@ def _table(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 # Of these there is at least one, or nothing happens at all.
 _ABOVE_ZERO = frozenset({"gateways", "workers", "every_s", "streams_max", "handshakes_per_s", "certificate_life_s"})
 
+# Up to here virtual time keeps its resolution, and a run comes to an end that somebody waits for.
+YEAR_S = 365 * 86_400
+# More often than this, time would hardly go on between one and the next.
+EVERY_MIN_S = 0.001
+_AT_MOST: Mapping[str, float] = {
+    "nodes": 100_000,
+    "daemons": 1_000,
+    "gateways": 64,
+    "workers": 64,
+    "cancel_share": 1,
+    "network_ms": 60_000,
+    "database_ms": 60_000,
+    "disk_ms": 60_000,
+}
+
 
 def _fault(key: str, value: object, kind: str) -> str:
     """Return what is wrong with a value, or nothing; `kind` is the field's annotation."""
@@ -154,7 +178,7 @@ def _fault(key: str, value: object, kind: str) -> str:
         case "str":
             return "" if isinstance(value, str) else "is no text"
         case "Range":
-            return "" if _is_range(value) else "is no range [from, to]"
+            return _range_fault(key, value)
         case "int":
             number = isinstance(value, int) and not isinstance(value, bool)
         case _:
@@ -164,7 +188,23 @@ def _fault(key: str, value: object, kind: str) -> str:
     assert isinstance(value, int | float), "it was looked at above"
     if value < 0:
         return "is below 0"
-    return "must be above 0" if value == 0 and key in _ABOVE_ZERO else ""
+    if value == 0 and key in _ABOVE_ZERO:
+        return "must be above 0"
+    if key.endswith("every_s") and 0 < value < EVERY_MIN_S:
+        return f"is more often than every {EVERY_MIN_S:g} s"
+    return _above(key, value)
+
+
+def _range_fault(key: str, value: object) -> str:
+    if not _is_range(value):
+        return "is no range [from, to]"
+    assert isinstance(value, list), "it was looked at above"
+    return _above(key, value[1])
+
+
+def _above(key: str, value: float) -> str:
+    most = _AT_MOST.get(key, YEAR_S if key.endswith("_s") else math.inf)
+    return f"is above {most:,}" if value > most else ""
 
 
 def _is_number(value: object) -> bool:
