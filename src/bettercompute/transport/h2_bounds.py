@@ -115,6 +115,11 @@ class BoundedFrameBuffer(FrameBuffer):
 
     _header_block_bytes = 0
 
+    @property
+    def is_between_frames(self) -> bool:
+        """Return whether nothing is held: neither part of a frame or header block nor a preface to come."""
+        return not (self._data or self._preamble_len or self._headers_buffer)
+
     def __next__(self) -> Frame:
         """Return the next whole frame; the length is judged as soon as the 9-byte header is there."""
         data = self._data
@@ -204,7 +209,7 @@ class BoundedH2(H2Connection):
         self.running = 0
         self._receiving = False
         self.encoder = PlainEncoder()
-        self.incoming_buffer = BoundedFrameBuffer(server=not client_side)
+        self.incoming_buffer: BoundedFrameBuffer = BoundedFrameBuffer(server=not client_side)
         # Our first SETTINGS: what a peer must keep to from its first frame, so it holds before it is acknowledged.
         values = {
             SettingCodes.HEADER_TABLE_SIZE: HPACK_TABLE_BYTES,

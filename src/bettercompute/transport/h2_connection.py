@@ -20,7 +20,7 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.transport import grpc_call
 from bettercompute.transport.calls import CallEnded, EndKind
 from bettercompute.transport.grpc_call import LIFECYCLE, PREFIX_BYTES, CallInput, CallState, Headers, MessageReader
-from bettercompute.transport.h2_bounds import BoundedH2, EnhanceYourCalm
+from bettercompute.transport.h2_bounds import EnhanceYourCalm
 from bettercompute.transport.h2_events import (
     CallLost,
     ConnectionEnded,
@@ -30,6 +30,7 @@ from bettercompute.transport.h2_events import (
     PingAnswered,
     SettingsReceived,
 )
+from bettercompute.transport.h2_plain import QuickH2
 from bettercompute.transport.limits import FRAME_BYTES_MAX, GOAWAY_TEXT_BYTES_MAX, STREAM_WINDOW_BYTES, Limits
 
 # A message larger than this is credited while it arrives, for h2 announces credit only at half a window; a smaller one
@@ -84,7 +85,7 @@ class H2Core:
         self.limits = limits
         self.events: list[Event] = []
         self.ended: ConnectionEnded | None = None
-        self._h2 = BoundedH2(client_side=self._client_side, limits=limits, now_ms=now_ms)
+        self._h2 = QuickH2(client_side=self._client_side, limits=limits, now_ms=now_ms)
         self._calls: dict[int, CallRecord] = {}
         self._sendable: dict[int, CallRecord] = {}
         self._held = 0
@@ -204,8 +205,9 @@ class H2Core:
         last = self._client_side and call.ending is not None and not call.outbound
         self._h2.send_data(stream_id, data, end_stream=last)
         if last:
-            del self._sendable[stream_id]
             call.advance(CallInput.WE_END)
+        if last or (not call.outbound and call.ending is None):
+            del self._sendable[stream_id]
         return len(data)
 
     def _take(self, call: CallRecord, room: int) -> bytes:
