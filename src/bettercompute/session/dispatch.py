@@ -80,8 +80,8 @@ def commands_marked(
 ) -> tuple[GatewaySession, tuple[GatewayEffect, ...]]:
     """Send what was marked, in seq order, as far as credits go; hold the rest, and forget what is settled.
 
-    A held command may have ended without this session's noticing: its mark was looked for while the facts of its end
-    waited for the database. Eight of them, asked for again and again, once took every place of a lane.
+    A held command may have ended without this session's noticing: its mark was read before its end was committed, and
+    came after. Eight of them, asked for again and again, once took every place of a lane.
     """
     marked = sorted(commands, key=lambda command: command.seq)
     names = {command.command_id for command in marked}.union(settled)
@@ -114,8 +114,11 @@ def commands_marked(
 def marks_found(
     state: GatewaySession, commands: Iterable[HeldCommand]
 ) -> tuple[GatewaySession, tuple[GatewayEffect, ...]]:
-    """Hold what is marked for this session and was never sent: it is marked and sent again, with its next attempt."""
-    known = {*state.sent, *(held.command_id for held in state.held)}
+    """Hold what is marked for this session and was never sent: it is marked and sent again, with its next attempt.
+
+    One whose end waits for the database was sent, although its row does not say so yet.
+    """
+    known = {*state.sent, *state.ending, *(held.command_id for held in state.held)}
     missed = [command for command in commands if command.command_id not in known]
     if not missed:
         return state, ()

@@ -95,7 +95,7 @@ def updates(state: GatewaySession, reported: Iterable[messages.CommandUpdate]) -
     freed = False
     for update in reported:
         if facts.is_busy(update):
-            state, ended = without(state, ended), []
+            state, ended = _ended(state, ended), []
             state, put_back = _busy(state, update)
             effects += put_back
             continue
@@ -108,12 +108,19 @@ def updates(state: GatewaySession, reported: Iterable[messages.CommandUpdate]) -
         if fact.state in TERMINAL:
             freed = freed or fact.command_id in state.sent
             ended.append(fact.command_id)
-    state = without(state, ended)
+    state = _ended(state, ended)
     if news:
         effects.insert(0, RecordFacts(tuple(news)))
     if freed:
         effects.append(PokeDispatch())
     return state, tuple(effects)
+
+
+def _ended(state: GatewaySession, command_ids: Collection[str]) -> GatewaySession:
+    """Return the state once the end of these was heard, which is not committed yet."""
+    if not command_ids:
+        return state
+    return changed(without(state, command_ids), ending=state.ending.union(command_ids))
 
 
 def _busy(state: GatewaySession, update: messages.CommandUpdate) -> Outcome:

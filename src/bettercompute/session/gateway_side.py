@@ -187,6 +187,8 @@ def _facts_committed(state: GatewaySession, given: inputs.FactsCommitted) -> Out
     """Commit before ack: this is the only place from which an Ack leaves after Welcome's."""
     if not given.command_ids and not given.acked_event_seq:
         return state, ()
+    if given.command_ids:
+        state = changed(state, ending=state.ending.difference(given.command_ids))
     ack = messages.Ack(
         journal_id=given.journal_id, acked_event_seq=given.acked_event_seq, command_ids=given.command_ids
     )

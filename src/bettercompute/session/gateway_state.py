@@ -49,6 +49,8 @@ class GatewaySession:
     offered_generation: int
     busy: Mapping[str, int]
     """How often each command was refused BUSY in this session."""
+    ending: frozenset[str] = frozenset()
+    """Commands whose end was heard and is not committed yet: their rows still say that they are in flight."""
     load: messages.NodeLoad | None = None
     """From the last heartbeat; kept in memory only."""
     drain_at_ms: int | None = None

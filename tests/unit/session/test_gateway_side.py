@@ -491,21 +491,48 @@ def test_a_mark_that_was_not_heard_is_held_and_asked_for_again() -> None:
     assert step(state, inputs.MarksFound(found)) == (state, ())
 
 
-def test_what_was_held_and_is_settled_takes_no_place_for_ever() -> None:
-    # The ends of eight commands wait for the database while marks are looked for: they are taken for unheard ones.
-    state, _ = step(session(), inputs.CommandsMarked(tuple(marked(number) for number in range(1, 9))))
-    ended = messages.CommandUpdateBatch(
-        updates=[
-            messages.CommandUpdate(command_id=f"c-{number}", state=messages.COMMAND_STATE_SUCCEEDED)
-            for number in range(1, 9)
-        ]
-    )
-    state, _ = received(state, updates=ended)
-    found = tuple(
+EIGHT = range(1, 9)
+MARKS_OF_EIGHT = inputs.MarksFound(
+    tuple(
         HeldCommand(command_id=f"c-{number}", kind="inventory.refresh", lane=1, seq=number, signed=False)
-        for number in range(1, 9)
+        for number in EIGHT
     )
-    state, _ = step(state, inputs.MarksFound(found))
+)
+
+
+def eight_that_ended(*, beside: messages.CommandUpdate | None = None) -> GatewaySession:
+    state, _ = step(session(), inputs.CommandsMarked(tuple(marked(number) for number in EIGHT)))
+    updates = [
+        messages.CommandUpdate(command_id=f"c-{number}", state=messages.COMMAND_STATE_SUCCEEDED) for number in EIGHT
+    ]
+    if beside is not None:
+        updates.append(beside)
+    return received(state, updates=messages.CommandUpdateBatch(updates=updates))[0]
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        None,
+        messages.CommandUpdate(
+            command_id="c-9",
+            state=messages.COMMAND_STATE_REJECTED,
+            reject_reason=messages.COMMAND_REJECT_REASON_BUSY,
+        ),
+    ],
+)
+def test_what_ended_and_waits_for_the_database_is_not_sent_again(beside: messages.CommandUpdate | None) -> None:
+    state = eight_that_ended(beside=beside)
+    assert step(state, MARKS_OF_EIGHT) == (state, ())
+    state, _ = step(state, inputs.FactsCommitted(command_ids=tuple(f"c-{number}" for number in EIGHT)))
+    assert not state.ending
+
+
+def test_what_was_held_and_is_settled_takes_no_place_for_ever() -> None:
+    # The marks were read before the ends of eight commands were committed, and come after: they are taken for unheard.
+    state = eight_that_ended()
+    state, _ = step(state, inputs.FactsCommitted(command_ids=tuple(f"c-{number}" for number in EIGHT)))
+    state, _ = step(state, MARKS_OF_EIGHT)
     asked = demand(state)
     assert (len(asked.lanes[0].held), asked.lanes[0].pending) == (8, 0)
     state, effects = step(state, gateway_side.answered(asked, (replace(marked(8), attempt=2),)))
