@@ -20,6 +20,8 @@ GROUPS = {
     90: "Processes of the control plane",
     101: "How the parts behave together",
     120: "Signed intent and the life of keys",
+    133: "Delivery in time, and at rest",
+    140: "What relays and attestors say",
     150: "Delivery, killed and measured",
     155: "The whole, simulated and judged",
     160: "Found by measuring, and by faults",

@@ -11,7 +11,7 @@ from bettercompute import telemetry
 from bettercompute.api import label_scopes, payloads, quorums
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
-from bettercompute.api.enqueue import Wanted, enqueue, kind_named
+from bettercompute.api.enqueue import Wanted, check_times, enqueue, kind_named
 from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page, SelectorText, command_state
 from bettercompute.api.shapes import CommandShape, OutputShape, command_shape, next_offset, output_shape
 from bettercompute.api.storable import Body, Id, JsonObject, Text
@@ -41,6 +41,8 @@ class RunRequest(Body):
     batch_id: Id | None = None
     """Add to this batch, which the same caller began with the same kind: how a run proceeds step by step."""
     timeout_ms: Annotated[int, Field(ge=1, le=MAX_TIMEOUT_MS)] | None = None
+    not_before_ms: Annotated[int, Field(ge=0, le=MAX_NOT_AFTER_MS)] = 0
+    """Not sent before so long from now, by the database's clock; less than `not_after_ms`."""
     not_after_ms: Annotated[int, Field(ge=1, le=MAX_NOT_AFTER_MS)] = NOT_AFTER_MS
     unbatched: bool = False
     """Of a destructive kind: use the few an hour that the approver set lets pass without its word."""
@@ -119,6 +121,7 @@ async def run(
         payload=request.payload,
         targets=_targets(request, caller),
         timeout_ms=request.timeout_ms,
+        not_before_in_ms=request.not_before_ms,
         not_after_in_ms=request.not_after_ms,
         asked_by=caller.name,
         idempotency_key=idempotency_key,
@@ -136,6 +139,7 @@ async def preview(
     """Check a run and say which nodes would be asked, without asking them."""
     await label_scopes.check_nodes(context.database, caller, request.nodes or ())
     kind = kind_named(request.kind)
+    check_times(not_before_in_ms=request.not_before_ms, not_after_in_ms=request.not_after_ms)
     payloads.read(kind, request.payload)
     chosen = await choose(context.database, kind, _targets(request, caller))
     approvers = await quorums.approvers_for(context.database, kind, unbatched=request.unbatched)

@@ -36,6 +36,8 @@ class Wanted:
     targets: Targets
     timeout_ms: int | None
     not_after_in_ms: int
+    not_before_in_ms: int = 0
+    """Not sent before so long from now; 0: at once."""
     asked_by: str
     idempotency_key: str | None
     batch_id: str | None = None
@@ -54,6 +56,7 @@ async def enqueue(context: ApiContext, wanted: Wanted) -> dict[str, Any]:
     kind = kind_named(wanted.kind)
     payload = payloads.read(kind, wanted.payload)
     targets = await choose(context.database, kind, wanted.targets)
+    check_times(not_before_in_ms=wanted.not_before_in_ms, not_after_in_ms=wanted.not_after_in_ms)
     node_ids = [node.node_id for node in targets]
     _check_size(payload, nodes_count=len(node_ids))
     timeout_ms = wanted.timeout_ms or kind.timeout_ms
@@ -131,6 +134,16 @@ def kind_named(name: str) -> CommandKind:
     return kind
 
 
+def check_times(*, not_before_in_ms: int, not_after_in_ms: int) -> None:
+    """Refuse a run that could not be sent any more once it may be."""
+    if not_before_in_ms >= not_after_in_ms:
+        raise refuse(
+            Reason.BAD_REQUEST,
+            f"not_before_ms {not_before_in_ms} leaves no time before not_after_ms {not_after_in_ms}: both count from "
+            "now, so let not_after_ms be the greater one",
+        )
+
+
 def _check_size(payload: messages.ProtoMessage, *, nodes_count: int) -> None:
     batch_bytes = payload.ByteSize() * nodes_count
     if batch_bytes > BATCH_BYTES_MAX:
@@ -168,12 +181,14 @@ def _command(
 ) -> commands.NewCommand:
     command_id = context.world.ids.uuid7()
     not_after_ms = now_ms + wanted.not_after_in_ms
+    not_before_ms = now_ms + wanted.not_before_in_ms if wanted.not_before_in_ms else None
     body = messages.CommandBody(
         command_id=command_id,
         node_id=node_id,
         kind=kind.name,
         lane=kind.lane,
         payload=pack_payload(payload),
+        not_before_ms=not_before_ms or 0,
         not_after_ms=not_after_ms,
         timeout_ms=timeout_ms,
         seq=seq,
@@ -192,6 +207,8 @@ def _command(
         signature=signer.sign_command(encoded) if signer else None,
         signed_under=signer.root_sha256 if signer else None,
         created_by=wanted.asked_by,
+        not_before_ms=not_before_ms,
+        asked_not_before_ms=not_before_ms,
         not_after_ms=not_after_ms,
         timeout_ms=timeout_ms,
         payload=wanted.payload,
@@ -211,5 +228,7 @@ def _digest(wanted: Wanted) -> bytes:
         wanted.not_after_in_ms,
         wanted.unbatched,
         wanted.stepwise,
+        # Only where it is set: a request of before there was such a thing is still the same one.
+        *([wanted.not_before_in_ms] if wanted.not_before_in_ms else ()),
     ]
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).digest()

@@ -158,6 +158,9 @@ class CommandShape(BaseModel):
     created_at: str | None
     created_by: str
     not_before: str | None
+    """From when it may be sent as things stand: a back-off moves it, and a hold until its approval."""
+    asked_not_before: str | None
+    """From when it may be sent as its maker asked; null: at once."""
     not_after: str | None
     timeout_ms: int
     cancel_requested_at: str | None
@@ -324,6 +327,7 @@ def command_shape(command: Command, *, now_ms: int) -> CommandShape:
         created_at=rfc3339(command.created_at_ms),
         created_by=command.created_by,
         not_before=rfc3339(command.not_before_ms),
+        asked_not_before=rfc3339(command.asked_not_before_ms),
         not_after=rfc3339(command.not_after_ms),
         timeout_ms=command.timeout_ms,
         cancel_requested_at=rfc3339(command.cancel_requested_at_ms),

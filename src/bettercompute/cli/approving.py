@@ -137,7 +137,8 @@ def _print_review(review: Review, offered: dict[str, Any], *, everything: bool) 
     if len(review.payloads) > payloads_shown:
         output.note(f"  payload    and {len(review.payloads) - payloads_shown} different ones more: --all shows them")
     output.note(f"  asked by   {shown(', '.join(review.issued_by))}, at {_moment(review.issued_at_ms)}")
-    output.note(f"  begins     until {_moment(approval.not_after_ms)}, nothing of it after that")
+    begins = f"not before {_moment(review.not_before_ms)}, and " if review.not_before_ms > 0 else ""
+    output.note(f"  begins     {begins}until {_moment(approval.not_after_ms)}, nothing of it after that")
     output.note(f"  may run    {format_age(review.timeout_ms)} on each node")
     given = shown(", ".join(offered["approved_by"])) or "nobody yet"
     if offered["stepwise"]:

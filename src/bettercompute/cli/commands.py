@@ -69,6 +69,7 @@ def show(command_id: str, api: Api = None, json: Json = False) -> None:
             "message": command["message"],
             "attempt": command["attempt"],
             "created": f"{command['created_at']} by {command['created_by']}",
+            "not before": command["asked_not_before"],
             "not after": command["not_after"],
             "dispatched": command["dispatched_at"],
             "acked": command["acked_at"],

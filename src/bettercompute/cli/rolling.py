@@ -55,6 +55,8 @@ class Run:
     failed: int = 0
     cursor: str | None = None
     gives_up_at: float = 0.0
+    sends_from: float = 0.0
+    """Before this moment of the monotonic clock no step's commands are sent."""
     not_asked: list[str] = field(default_factory=list)
     """Nodes whose turn has not come."""
     held: dict[str, str] = field(default_factory=dict)
@@ -124,6 +126,8 @@ def take_step(client: ApiClient, body: dict[str, Any], run: Run, rolling: Rollin
     nodes = run.not_asked[:room]
     if not run.held:
         step = body | {"nodes": nodes} | ({"batch_id": run.batch_id} if run.batch_id else {})
+        if (left_ms := int((run.sends_from - time.monotonic()) * 1000)) > 0:
+            step["not_before_ms"] = left_ms
         # Asked again under the same key, so that an answer that was lost does not run anything twice.
         key = system_world().ids.uuid7()
         run.add(

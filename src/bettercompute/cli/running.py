@@ -16,7 +16,7 @@ import typer
 
 from bettercompute.cli import output
 from bettercompute.cli.client import ApiClient, path_of
-from bettercompute.cli.durations import parse_duration_ms
+from bettercompute.cli.durations import format_age, parse_duration_ms
 from bettercompute.cli.live import LiveOutput, Progress
 from bettercompute.cli.options import Api, Json
 from bettercompute.cli.rolling import (
@@ -50,6 +50,9 @@ def run(
     all_nodes: Annotated[bool, typer.Option("--all", help="Every node of the fleet.")] = False,
     payload: Annotated[str, typer.Option(help="The payload as JSON, or @FILE.")] = "{}",
     timeout: Annotated[str | None, typer.Option(help="How long it may run on the node. Default: the kind's.")] = None,
+    not_before: Annotated[
+        str | None, typer.Option(help="Send it no sooner than so long from now, e.g. 8h; less than --not-after.")
+    ] = None,
     not_after: Annotated[str, typer.Option(help="How long it may wait to be delivered and begun, at most 7d.")] = "24h",
     max_concurrency: Annotated[
         str | None, typer.Option(metavar="N|P%", help="At most so many nodes at once. Default: all.")
@@ -82,6 +85,8 @@ def run(
     body: dict[str, Any] = {"kind": kind, "payload": _payload(payload), "not_after_ms": parse_duration_ms(not_after)}
     if timeout is not None:
         body["timeout_ms"] = parse_duration_ms(timeout)
+    if not_before is not None:
+        body["not_before_ms"] = parse_duration_ms(not_before)
     if unbatched:
         body["unbatched"] = True
     body |= {"all": True} if all_nodes else {"nodes": node} if node else {"selector": selector}
@@ -115,6 +120,11 @@ def _run_and_tell(
     json: bool,
 ) -> None:
     state = Run(kind=body["kind"], not_asked=list(nodes))
+    if body.get("not_before_ms"):
+        output.note(_later_sentence(body["not_before_ms"]))
+    if rolling is not None and not body.get("stepwise"):
+        # Each step is asked anew, and what is left of the time with it.
+        state.sends_from = time.monotonic() + body.pop("not_before_ms", 0) / 1000
     if body.get("stepwise"):
         # Approvers sign a whole: all its commands are made now, and released step by step.
         made = output.run(lambda: client.post("/v1/commands", body | {"nodes": nodes}))
@@ -246,6 +256,14 @@ def _waiting_sentence(node_ids: list[str], *, not_after: str, batch_id: str) -> 
         f"not connected: {_some(node_ids)}; the commands wait for these nodes for up to {not_after}. Ctrl-C stops "
         f"waiting here (see `better-compute commands list --batch {batch_id}`), `commands cancel` ends a command, and "
         "--not-after bounds the next run"
+    )
+
+
+def _later_sentence(not_before_ms: int) -> str:
+    """Return what somebody must know who would else wonder why nothing happens."""
+    return (
+        f"nothing is sent before {format_age(not_before_ms)} from now; --detach does not wait, and `better-compute "
+        "commands cancel` ends what was not sent"
     )
 
 

@@ -72,6 +72,7 @@ class WaitingFacts:
     busy_count: int
     cancel_requested: bool
     not_before_ms: int | None
+    """From when dispatch may take it."""
     not_after_ms: int
     now_ms: int
     node_id: str
@@ -96,6 +97,8 @@ class WaitingFacts:
     """Pending commands of the same lane with an earlier place."""
     approval: Approvals | None = None
     """None: nobody has to approve it, or enough have."""
+    asked_not_before_ms: int | None = None
+    """From when it may be sent as its maker asked; None: at once."""
     led_by: str | None = None
     """Who releases it: it is of an approved run in steps, and its step has not come."""
 
@@ -140,12 +143,24 @@ def _expired(facts: WaitingFacts) -> str | None:
 
 
 def _not_before(facts: WaitingFacts) -> str | None:
-    left_ms = (facts.not_before_ms or 0) - facts.now_ms
-    if left_ms <= 0 or facts.busy_count or facts.approval is not None:
-        return None
-    if facts.led_by is not None:
-        return f"it is approved, and waits for its step of the rolling run that {facts.led_by} leads"
-    return f"it is not to be sent before {left_ms} ms from now"
+    # Held for approvers, for a step, or by a back-off, it is pending until then by their word, not by its maker's.
+    held = facts.approval is not None or facts.led_by is not None or facts.busy_count
+    left_ms = ((facts.asked_not_before_ms if held else facts.not_before_ms) or 0) - facts.now_ms
+    asked = f"it is not to be sent before {_span(left_ms)} from now" if left_ms > 0 else None
+    if facts.led_by is None or facts.approval is not None:
+        return asked
+    step = f"it is approved, and waits for its step of the rolling run that {facts.led_by} leads"
+    return f"{step}; and {asked}" if asked else step
+
+
+def _span(left_ms: int) -> str:
+    """Return a time to wait as people say it."""
+    if left_ms < 10_000:
+        return f"{left_ms} ms"
+    minutes, seconds = divmod(-(-left_ms // 1000), 60)
+    if minutes < 10:
+        return f"{minutes * 60 + seconds} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def _approvals(facts: WaitingFacts) -> str | None:

@@ -48,6 +48,8 @@ log = structlog.get_logger("bettercompute.gateway.dispatch")
 # Sessions of one transaction: at 10 credits each, at most 5,000 rows.
 NODES_MAX = 500
 POLL_S = 5.0
+# What falls due within two polls is waited for by its own timer, so that the first of them may fail.
+AHEAD_MS = 10_000
 # Cancels and specs are not urgent by the millisecond; together they are one statement for many nodes.
 LOOK_DELAY_S = 0.05
 SPEC_WINDOW_MS = 60_000
@@ -86,6 +88,7 @@ class Dispatcher:
         self._requested_specs: dict[str, LiveSession] = {}
         self._busy: list[_Busy] = []
         self._unsure_until_ms: dict[LiveSession, int] = {}
+        self._due: dict[str, asyncio.TimerHandle] = {}
         self._woken = asyncio.Event()
         self._look = asyncio.Event()
         self._poll_now = asyncio.Event()
@@ -284,10 +287,14 @@ class Dispatcher:
                 await asyncio.sleep(self._world.dice.uniform(RETRY_S / 2, RETRY_S))
 
     async def _look_up(self, node_ids: Sequence[str], requested: dict[str, LiveSession]) -> None:
-        for node_id, command_id, reason in await delivery.cancels_of(self._database, node_ids) if node_ids else ():
-            session = self._registry.get(node_id)
-            if session is not None:
-                session.give(CancelRequested(command_id, reason))
+        if node_ids:
+            found = await delivery.look_at(self._database, node_ids, ahead_ms=AHEAD_MS)
+            for node_id, command_id, reason in found.cancels:
+                session = self._registry.get(node_id)
+                if session is not None:
+                    session.give(CancelRequested(command_id, reason))
+            for node_id, due_in_ms in found.due_in_ms.items():
+                self._wait_until_due(node_id, due_in_ms)
         generations = {
             node_id: session.state.offered_generation
             for node_id in node_ids
@@ -302,6 +309,21 @@ class Dispatcher:
             if session is not None:
                 session.give(SpecPublished(spec, requested=requested.get(node_id) is session))
 
+    def _wait_until_due(self, node_id: str, due_in_ms: int) -> None:
+        """Ask the node's session when its next command falls due, and look for the one after it."""
+        loop = asyncio.get_running_loop()
+        due_at_s = loop.time() + due_in_ms / 1000
+        waiting = self._due.get(node_id)
+        if waiting is not None:
+            if waiting.when() <= due_at_s:
+                return
+            waiting.cancel()
+        self._due[node_id] = loop.call_at(due_at_s, self._fell_due, node_id)
+
+    def _fell_due(self, node_id: str) -> None:
+        del self._due[node_id]
+        self.notified([node_id])
+
     async def _poll_loop(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
@@ -315,7 +337,7 @@ class Dispatcher:
         if self._unsure_until_ms:
             await self._find_marks()
         gateway_id = self._lease.gateway_id
-        names = await delivery.nodes_with_work(self._database, gateway_id=gateway_id)
+        names = await delivery.nodes_with_work(self._database, gateway_id=gateway_id, ahead_ms=AHEAD_MS)
         names += await sessions.recently_published_specs(
             self._database, gateway_id=gateway_id, window_ms=SPEC_WINDOW_MS
         )

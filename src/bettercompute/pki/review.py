@@ -45,6 +45,8 @@ class Review:
     issued_by: tuple[str, ...]
     issued_at_ms: int
     """When the first of them was made."""
+    not_before_ms: int
+    """Before this none of them begins; 0: at once."""
     timeout_ms: int
     """How long the longest may run."""
 
@@ -60,6 +62,8 @@ def review(*, batch_id: str, scope_root: bytes, not_after_ms: int, commands: Seq
     ]
     if quorum.scope_root(leaves) != scope_root:
         raise _wrong(batch_id, "its scope root is not that of the commands that it is said to hold")
+    if any(body.not_before_ms >= not_after_ms for body in bodies):
+        raise _wrong(batch_id, "some of it may begin only when none of it may any more")
     kinds, domains = {body.kind for body in bodies}, {body.trust_domain for body in bodies}
     if len(kinds) != 1 or len(domains) != 1:
         raise _wrong(batch_id, f"it mixes kinds or trust domains: {', '.join(sorted(kinds | domains))}")
@@ -77,6 +81,7 @@ def review(*, batch_id: str, scope_root: bytes, not_after_ms: int, commands: Seq
         payloads=tuple((kind.payload.FromString(payload), count) for payload, count in payloads.most_common()),
         issued_by=tuple(sorted({body.issued_by for body in bodies})),
         issued_at_ms=min(body.issued_at_ms for body in bodies),
+        not_before_ms=min(body.not_before_ms for body in bodies),
         timeout_ms=max(body.timeout_ms for body in bodies),
     )
 

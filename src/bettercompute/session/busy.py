@@ -15,6 +15,9 @@ from bettercompute.delivery.lanes import DaemonLane
 
 FIRST_BACK_OFF_MS = 1_000
 BACK_OFF_MAX_MS = 30_000
+EARLY_ALLOWED_MS = 5 * 60_000
+"""How long before its `not_before` a command is taken: the moment is the control plane's, by the database's clock, and
+a daemon's time of the same session may lie behind it by what a clock loses in a day. Beyond it somebody sends early."""
 
 
 def back_off_ms(refusals: int) -> int:
@@ -41,6 +44,13 @@ class WhyBusy(StrEnum):
 
     NO_CREDIT = "no-credit"
     JOURNAL_FULL = "journal-full"
+    NOT_BEFORE = "not-before"
+    """It came long before it may be sent."""
+
+
+def too_early(*, not_before_ms: int, time_ms: int) -> bool:
+    """Say whether a command came so long before its `not_before` (0: none) that it is left for later."""
+    return not_before_ms - time_ms > EARLY_ALLOWED_MS
 
 
 def why_busy(

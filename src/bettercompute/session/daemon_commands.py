@@ -128,6 +128,11 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
     effect.
     """
     body, frame, facts = delivery.body, delivery.frame, state.facts
+    time_ms = clock.session_time(state.clock, now_ms=now_ms)
+    if busy.too_early(not_before_ms=body.not_before_ms, time_ms=time_ms):
+        state = refusals.counted(state, Relayed.COMMAND, busy.WhyBusy.NOT_BEFORE.value)
+        message = f"not_before is {body.not_before_ms} ms, it is {time_ms} ms by this session's time: try again later"
+        return _rejected(state, delivery, messages.COMMAND_REJECT_REASON_BUSY, message, now_ms=now_ms)
     done_unacked = sum(1 for other in state.entries.values() if other.done)
     why = busy.why_busy(
         state.lanes[body.lane],
@@ -236,6 +241,9 @@ def _unfit(state: DaemonSession, delivery: _Delivery, *, now_ms: int) -> Command
         return CommandRefusal(messages.COMMAND_REJECT_REASON_INVALID, message)
     if body.timeout_ms == 0 or body.not_after_ms <= 0:
         message = "timeout_ms and not_after_ms must be set"
+        return CommandRefusal(messages.COMMAND_REJECT_REASON_INVALID, message)
+    if body.not_before_ms >= body.not_after_ms:
+        message = f"not_before is {body.not_before_ms} ms and not_after {body.not_after_ms}: there is no time between"
         return CommandRefusal(messages.COMMAND_REJECT_REASON_INVALID, message)
     now = clock.session_time(state.clock, now_ms=now_ms)
     if now >= body.not_after_ms:

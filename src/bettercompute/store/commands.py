@@ -33,6 +33,9 @@ class NewCommand:
     not_after_ms: int
     timeout_ms: int
     not_before_ms: int | None = None
+    """From when dispatch may take it: what was asked for, or later."""
+    asked_not_before_ms: int | None = None
+    """What the body says; None: at once."""
     payload: Mapping[str, Any] = field(default_factory=dict)
     """What people see of the payload."""
     signature: bytes | None = None
@@ -60,6 +63,9 @@ class Command:
     created_at_ms: int
     created_by: str
     not_before_ms: int | None
+    """From when dispatch may take it: a back-off moves it, and a hold until its approval."""
+    asked_not_before_ms: int | None
+    """From when it may be sent as its maker asked, and its body says; None: at once."""
     not_after_ms: int
     timeout_ms: int
     session_epoch: int | None
@@ -340,6 +346,7 @@ def _columns(commands: Sequence[NewCommand]) -> dict[str, list[Any]]:
         "payloads": [json_columns.encode(command.payload) for command in commands],
         "created_bys": [command.created_by for command in commands],
         "not_befores_ms": [command.not_before_ms for command in commands],
+        "asked_not_befores_ms": [command.asked_not_before_ms for command in commands],
         "not_afters_ms": [command.not_after_ms for command in commands],
         "timeouts_ms": [command.timeout_ms for command in commands],
         "attestations": ["expected" if command.attested else "none" for command in commands],

@@ -311,15 +311,35 @@ def _held(row: Row) -> HeldCommand:
     return HeldCommand(command_id=row["id"], kind=row["kind"], lane=row["lane"], seq=row["seq"], signed=row["signed"])
 
 
-async def cancels_of(queries: Queries, node_ids: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return (node id, command id, reason) of the cancels that wait for these nodes."""
-    rows = await queries.fetch("delivery.cancels_of", node_ids=list(node_ids))
-    return [(row["node_id"], row["id"], row["cancel_reason"] or "") for row in rows]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookedAt:
+    """What else there is for some nodes than commands that may go now."""
+
+    cancels: tuple[tuple[str, str, str], ...]
+    """Node id, command id and reason of each cancel of what is in flight."""
+    due_in_ms: Mapping[str, int]
+    """How soon the next pending command of a node falls due."""
 
 
-async def nodes_with_work(queries: Queries, *, gateway_id: str) -> list[str]:
-    """Return this gateway's nodes that have a command or a cancel to send: the poll behind the notifications."""
-    rows = await queries.fetch("delivery.nodes_with_work", gateway_id=gateway_id)
+async def look_at(queries: Queries, node_ids: Sequence[str], *, ahead_ms: int) -> LookedAt:
+    """Return the cancels that wait for these nodes, and what falls due within `ahead_ms`."""
+    rows = await queries.fetch("delivery.look_at", node_ids=list(node_ids), ahead_ms=ahead_ms)
+    return LookedAt(
+        cancels=tuple(
+            (row["node_id"], row["cancelled_id"], row["cancel_reason"] or "")
+            for row in rows
+            if row["cancelled_id"] is not None
+        ),
+        due_in_ms={row["node_id"]: row["due_in_ms"] for row in rows if row["due_in_ms"] is not None},
+    )
+
+
+async def nodes_with_work(queries: Queries, *, gateway_id: str, ahead_ms: int) -> list[str]:
+    """Return this gateway's nodes that have a command or a cancel to send, or will within `ahead_ms`.
+
+    The poll behind the notifications.
+    """
+    rows = await queries.fetch("delivery.nodes_with_work", gateway_id=gateway_id, ahead_ms=ahead_ms)
     return [row["node_id"] for row in rows]
 
 

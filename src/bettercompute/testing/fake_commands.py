@@ -17,6 +17,7 @@ from bettercompute.delivery.journal_rules import JournalEntry
 from bettercompute.delivery.lanes import DaemonLane
 from bettercompute.protocol import messages
 from bettercompute.protocol.versions import UPGRADE_KIND
+from bettercompute.session import busy
 from bettercompute.session.resume import CANCELLED
 from bettercompute.testing.profiles import Answer, Levers, Profile
 
@@ -161,6 +162,8 @@ class FakeCommands:
             return answer.reject
         if body.kind in self.profile.lacks_kinds or (self.upgrade_only and body.kind != UPGRADE_KIND):
             return messages.COMMAND_REJECT_REASON_UNSUPPORTED
+        if busy.too_early(not_before_ms=body.not_before_ms, time_ms=self._time_ms()):
+            return messages.COMMAND_REJECT_REASON_BUSY
         if self.levers.counts_credits and (lane is None or lane.free == 0):
             return messages.COMMAND_REJECT_REASON_BUSY
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,7 @@ from bettercompute.delivery.commands import FACT_MERGE, CommandState, Merge
 from bettercompute.delivery.facts import EventRecord
 from bettercompute.protocol import messages
 from bettercompute.session.gateway_side import DispatchDemand, LaneDemand
-from bettercompute.store import delivery
+from bettercompute.store import delivery, waiting
 from bettercompute.store.sessions import SessionKey
 from tests.contract.gateway import seed
 
@@ -189,6 +190,21 @@ async def test_dispatch_leaves_what_may_not_go_yet_or_any_more(fleet):
     assert marked == []
 
 
+async def test_what_waits_for_its_time_holds_nothing_back_and_then_has_its_place(fleet):
+    for number in range(4):
+        await seed.add_command(fleet, "node-a", f"later{number}", not_before_s=60)
+    for number in range(2):
+        await seed.add_command(fleet, "node-a", f"now{number}")
+    [facts] = [await waiting.facts(fleet, command_id="now0")]
+    assert facts is not None
+    assert facts.ahead == 0
+    marked = await delivery.dispatch(fleet, [demand(pending=1)], lease=seed.LEASE)
+    assert [item.command.command_id for item in marked] == ["now0"]
+    await fleet.query("UPDATE commands SET not_before = compute_now() WHERE id <> 'later0' AND not_before IS NOT NULL")
+    marked = await delivery.dispatch(fleet, [demand(pending=4)], lease=seed.LEASE)
+    assert [item.command.command_id for item in marked] == ["later1", "later2", "later3", "now1"]
+
+
 async def test_a_signed_only_session_gets_no_unsigned_command(fleet):
     await seed.add_command(fleet, "node-a", "c1")
     assert await delivery.dispatch(fleet, [demand(signed_only=True)], lease=seed.LEASE) == []
@@ -265,6 +281,14 @@ async def test_a_busy_command_is_pending_again_later(fleet):
     assert result["c1"].state is CommandState.PENDING
     rows = await fleet.query("SELECT not_before > compute_now() AS later, session_id, busy_count FROM commands")
     assert (rows[0]["later"], rows[0]["session_id"], rows[0]["busy_count"]) == (True, None, 1)
+
+
+async def test_a_busy_command_is_never_sent_sooner_than_was_asked(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+    await fleet.query("UPDATE commands SET asked_not_before = compute_now() + interval '1 minute'")
+    await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished")
+    [row] = await fleet.query("SELECT not_before = asked_not_before AS as_asked FROM commands")
+    assert row["as_asked"]
 
 
 async def test_a_busy_command_with_a_cancel_is_cancelled_and_published(fleet):
@@ -369,17 +393,27 @@ async def test_the_last_output_of_a_command_is_kept(fleet):
 
 
 async def test_cancels_and_the_poll_name_the_nodes_with_work(fleet):
+    poll = partial(delivery.nodes_with_work, fleet, gateway_id=seed.LEASE.gateway_id)
     await seed.add_command(fleet, "node-a", "later", not_before_s=60)
+    await seed.add_command(fleet, "node-a", "held", not_before_s=3600, not_after_s=3600)
     await seed.add_command(fleet, "node-a", "too-late", not_after_s=-1)
-    assert await delivery.nodes_with_work(fleet, gateway_id=seed.LEASE.gateway_id) == []
+    assert await poll(ahead_ms=10_000) == []
+    assert await poll(ahead_ms=61_000) == await poll(ahead_ms=3_601_000) == ["node-a"]
+    found = await delivery.look_at(fleet, ["node-a", "node-b"], ahead_ms=3_601_000)
+    assert (found.cancels, list(found.due_in_ms)) == ((), ["node-a"])
+    assert 0 < found.due_in_ms["node-a"] <= 60_000
+    await fleet.query("UPDATE commands SET state = 7, finished_at = compute_now() WHERE id = 'later'")
+    assert await poll(ahead_ms=3_601_000) == []
+    assert (await delivery.look_at(fleet, ["node-a"], ahead_ms=3_601_000)).due_in_ms == {}
     await seed.add_command(fleet, "node-a", "c1", state=3, key=KEY)
     await seed.add_command(fleet, "node-b", "c2")
     await fleet.query(
         "UPDATE commands SET cancel_requested_at = now(), cancel_requested_by = 'op', cancel_reason = 'why'"
         " WHERE id = 'c1'"
     )
-    assert await delivery.nodes_with_work(fleet, gateway_id=seed.LEASE.gateway_id) == ["node-a"]
-    assert await delivery.cancels_of(fleet, ["node-a", "node-b"]) == [("node-a", "c1", "why")]
+    assert await poll(ahead_ms=10_000) == ["node-a"]
+    found = await delivery.look_at(fleet, ["node-a", "node-b"], ahead_ms=10_000)
+    assert found.cancels == (("node-a", "c1", "why"),)
 
 
 async def test_expiry_ends_what_is_overdue_in_batches(fleet):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.waiting import Wait, decide
+from bettercompute.gateway import dispatch
 from bettercompute.protocol import messages
-from bettercompute.store import waiting
+from bettercompute.store import channels, waiting
 from tests.contract.gateway import seed
 
 
@@ -37,6 +38,21 @@ async def test_what_a_session_may_not_be_sent_stays_and_says_why(rig):
     assert await reasons(rig, "foreign") == [Wait.KIND_NOT_ALLOWED]
     assert await reasons(rig, "reboot") == [Wait.CAPABILITY_MISSING]
     assert await reasons(rig, "later") == [Wait.NOT_BEFORE]
+
+
+async def test_what_falls_due_is_sent_then_and_not_at_some_poll(rig, monkeypatch):
+    # No poll comes: what is left is the look after a notification, and the timer that it sets.
+    monkeypatch.setattr(dispatch, "POLL_S", 3_600.0)
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+    await seed.add_command(rig.database, "node-a", "second", not_before_s=0.4)
+    await seed.add_command(rig.database, "node-a", "first", not_before_s=0.2)
+    await seed.add_command(rig.database, "node-a", "tonight", not_before_s=3_000)
+    await rig.database.query("SELECT pg_notify($1, 'node-a')", channels.DISPATCH)
+    assert [(await daemon.command()).command_id for _ in range(2)] == ["first", "second"]
+    rows = await rig.database.query("SELECT dispatched_at >= not_before AS after FROM commands WHERE state > 1")
+    assert [row["after"] for row in rows] == [True, True]
+    assert await reasons(rig, "tonight") == [Wait.NOT_BEFORE]
 
 
 async def test_a_capability_lets_its_kind_through(rig):

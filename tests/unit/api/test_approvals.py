@@ -212,21 +212,23 @@ async def test_a_run_in_steps_is_approved_as_a_whole_and_sent_as_its_maker_says(
     api: httpx.AsyncClient, clients: Mapping[str, httpx.AsyncClient], context: ApiContext
 ) -> None:
     await found(api, ALICE, BOB)
-    made = (await api.post("/v1/commands", json=REBOOT | {"stepwise": True})).json()
+    later = {"stepwise": True, "not_before_ms": 3_600_000}
+    made = (await api.post("/v1/commands", json=REBOOT | later)).json()
     batch_id, (first, second) = made["batch_id"], (command["id"] for command in made["commands"])
     assert await step(api, batch_id, first) == {"batch_id": batch_id, "state": "waiting", "released": 0}
     await sign_batch(api, ALICE, batch_id)
     approved = (await sign_batch(api, BOB, batch_id)).json()
     assert (approved["state"], approved["stepwise"]) == ("approved", True)
     [why] = (await api.get(f"/v1/commands/{first}/why")).json()["reasons"][-1:]
-    assert (
-        why["sentence"] == f"it is approved, and waits for its step of the rolling run that {made_by(approved)} leads"
+    assert why["sentence"].startswith(
+        f"it is approved, and waits for its step of the rolling run that {made_by(approved)} leads; and it is not to"
     )
     assert [(await step(api, batch_id, first))["released"] for _ in range(2)] == [1, 0]
     commands = {
         one["id"]: one for one in (await api.get("/v1/commands", params={"batch_id": batch_id})).json()["items"]
     }
-    assert commands[first]["not_before"] is None
+    # A step lets it be sent, and not sooner than was asked for.
+    assert commands[first]["not_before"] == commands[first]["asked_not_before"] < commands[first]["not_after"]
     assert commands[second]["not_before"] == commands[second]["not_after"]
     other = await clients["operator"].post(f"/v1/batches/{batch_id}/steps", json={"commands": [second]})
     assert (other.status_code, "only its maker" in other.text) == (409, True)

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from bettercompute.api.context import ApiContext
+from bettercompute.api.shapes import rfc3339
 from bettercompute.protocol import messages
 from bettercompute.store import audit, commands
 
@@ -39,6 +40,29 @@ async def test_a_run_makes_a_command_for_each_node(clients: Clients, context: Ap
     assert list(payload.sections) == ["cpu"]
 
 
+async def test_a_run_may_be_for_later(clients: Clients, context: ApiContext, two_nodes) -> None:
+    request = {"kind": "inventory.refresh", "nodes": ["n1"], "not_before_ms": 3_600_000}
+    headers = {"idempotency-key": "later"}
+    [made] = (await clients["operator"].post("/v1/commands", json=request, headers=headers)).json()["commands"]
+    shown = (await clients["viewer"].get(f"/v1/commands/{made['id']}")).json()
+    assert shown["not_before"] == shown["asked_not_before"]
+    stored = await commands.signed_body(context.database, command_id=made["id"])
+    assert stored is not None
+    body = messages.CommandBody.FromString(stored.body)
+    assert body.not_before_ms - body.issued_at_ms == 3_600_000
+    assert shown["not_before"] == rfc3339(body.not_before_ms)
+    why = (await clients["viewer"].get(f"/v1/commands/{made['id']}/why")).json()["reasons"]
+    assert "not-before" in [reason["code"] for reason in why] or why[0]["code"] == "no-session"
+    again = await clients["operator"].post("/v1/commands", json=request, headers=headers)
+    assert again.json()["commands"] == [made]
+    sooner = await clients["operator"].post("/v1/commands", json={**request, "not_before_ms": 1}, headers=headers)
+    assert (sooner.status_code, sooner.json()["reason"]) == (409, "conflict")
+    last = {**request, "not_before_ms": 7 * 86_400_000 - 1, "not_after_ms": 7 * 86_400_000}
+    assert (await clients["operator"].post("/v1/commands/preview", json=last)).status_code == 200
+    none_left = await clients["operator"].post("/v1/commands/preview", json={**last, "not_after_ms": 1})
+    assert (none_left.status_code, "leaves no time" in none_left.json()["detail"]) == (400, True)
+
+
 async def test_the_same_idempotency_key_acts_once(clients: Clients, two_nodes) -> None:
     request = {"kind": "inventory.refresh", "nodes": ["n1"]}
     headers = {"idempotency-key": "k1"}
@@ -66,6 +90,9 @@ async def test_the_same_idempotency_key_acts_once(clients: Clients, two_nodes) -
         ({"kind": "inventory.refresh", "nodes": ["n1"], "timeout_ms": 0}, 422, "timeout_ms"),
         ({"kind": "inventory.refresh", "nodes": ["n1"], "timeout": 5}, 422, "timeout is no field of this request"),
         ({"kind": "inventory.refresh", "nodes": ["n1"], "not_after_ms": 8 * 86_400_000}, 422, "not_after_ms"),
+        ({"kind": "inventory.refresh", "nodes": ["n1"], "not_before_ms": -1}, 422, "not_before_ms"),
+        ({"kind": "inventory.refresh", "nodes": ["n1"], "not_before_ms": 1 << 70}, 422, "not_before_ms"),
+        ({"kind": "inventory.refresh", "nodes": ["n1"], "not_before_ms": 86_400_000}, 400, "leaves no time before"),
     ],
 )
 async def test_bad_requests_say_what_is_wrong(clients: Clients, two_nodes, request_json, status, says) -> None:

@@ -29,6 +29,7 @@ def body_of(command_id: str, *, issued_by: str, delay_ms: int) -> tuple[messages
         payload=pack_payload(messages.NodeRebootPayload(delay_ms=delay_ms)),
         trust_domain="bc.local",
         issued_by=issued_by,
+        not_before_ms=7,
     )
     return body, body.SerializeToString()
 
@@ -123,5 +124,6 @@ def test_what_is_approved_cannot_be_dressed_up(monkeypatch: pytest.MonkeyPatch, 
     done = RUNNER.invoke(app, [*arguments, "--all"], env=env)
     assert (done.exit_code, len(signed)) == (0, 1), done.output
     assert all(f'"delay_ms": {number}' in done.output for number in range(6))
+    assert "begins     not before 1970-01-01" in done.output
     assert all(one.isprintable() or one == "\n" for one in done.output)
     assert [line.split()[1] for line in done.output.splitlines() if line.startswith("  nodes")] == ["n-c0,"]

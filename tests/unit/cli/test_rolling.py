@@ -162,3 +162,32 @@ def test_a_run_whose_leader_was_lost_is_led_on(api: Api) -> None:
     again = run("resume", "b-1")
     assert again.exit_code == 2
     assert "batch b-1 holds no command back" in again.stderr
+
+
+def test_each_step_of_a_run_for_later_is_asked_for_the_rest_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    ends = {"state": "succeeded", "reason": "", "message": ""}
+
+    class Plain:
+        """An API with two nodes where every command ends at the first look."""
+
+        def post(self, path: str, body: dict[str, Any], **_: Any) -> dict[str, Any]:
+            if path.endswith("preview"):
+                nodes = [{"node_id": node, "state": "connected"} for node in ("n1", "n2")]
+                return {"kind": "inventory.refresh", "nodes": nodes, "approvals_required": 0}
+            asked.append(body)
+            made = [{"id": f"c-{node}", "node_id": node} for node in body["nodes"]]
+            return {"batch_id": "b-1", "gives_up_after_ms": 600_000, "commands": made}
+
+        def get(self, path: str, **_: Any) -> dict[str, Any]:
+            return {"items": [] if path.endswith("output") else list(self.pages("")), "cursor": "1"}
+
+        def pages(self, _: str, **__: Any) -> Iterator[dict[str, Any]]:
+            yield from ({"id": f"c-{node}", "node_id": node, **ends} for body in asked for node in body["nodes"])
+
+    monkeypatch.setattr(ApiClient, "from_environment", lambda _: Plain())
+    done = run("run", "inventory.refresh", "--all", "--not-before", "8h")
+    assert done.exit_code == 0, done.output
+    first, second = (body["not_before_ms"] for body in asked)
+    assert 7 * 3_600_000 < second <= first <= 8 * 3_600_000
+    assert "nothing is sent before 8h from now" in done.stderr

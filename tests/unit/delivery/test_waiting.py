@@ -62,6 +62,17 @@ AWAY: dict[str, Any] = {
             Wait.APPROVALS,
             "waiting for approvals (1 of 2, by alice): better-compute approve b1",
         ),
+        (
+            {"not_before_ms": 29_000_000, "asked_not_before_ms": 29_000_000, "not_after_ms": 1 << 40},
+            Wait.NOT_BEFORE,
+            "8 h 3 min",
+        ),
+        ({"not_before_ms": 61_000}, Wait.NOT_BEFORE, "60 s"),
+        (
+            {"not_before_ms": 10_000, "asked_not_before_ms": 2_000, "led_by": "ops"},
+            Wait.NOT_BEFORE,
+            "the rolling run that ops leads; and it is not to be sent before 1000 ms from now",
+        ),
         ({"not_before_ms": 3_000, "busy_count": 2}, Wait.BUSY, "BUSY 2 times"),
         (AWAY, Wait.NO_SESSION, "disconnected (stale)"),
         ({"gateway_live": False}, Wait.NO_SESSION, "gw-1"),
@@ -87,6 +98,14 @@ def test_each_reason(changes, wait, says) -> None:
     first, *_ = decide(replace(READY, **changes))
     assert first.wait is wait
     assert says in first.sentence
+
+
+def test_what_waits_for_approvers_and_for_its_time_says_both() -> None:
+    approval = Approvals(batch_id="b1", approved_by=(), required=2)
+    facts = replace(READY, not_before_ms=10_000, approval=approval)
+    assert [reason.wait for reason in decide(facts)] == [Wait.APPROVALS]
+    facts = replace(facts, asked_not_before_ms=2_000)
+    assert [reason.wait for reason in decide(facts)] == [Wait.APPROVALS, Wait.NOT_BEFORE]
 
 
 def test_everything_that_stands_in_the_way_is_named() -> None:

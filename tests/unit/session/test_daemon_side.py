@@ -16,7 +16,7 @@ from bettercompute.pki.trust import CommandRoot
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS, pack_payload
 from bettercompute.protocol.statuses import Reason, Status
-from bettercompute.session import clock, daemon_side, effects, inputs
+from bettercompute.session import busy, clock, daemon_side, effects, inputs
 from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import DaemonEffect
@@ -371,6 +371,7 @@ R = messages
         (command(kind="newer.kind"), R.COMMAND_REJECT_REASON_UNSUPPORTED),
         (command(lane=R.LANE_BULK), R.COMMAND_REJECT_REASON_INVALID),
         (command(not_after_ms=START_MS), R.COMMAND_REJECT_REASON_EXPIRED),
+        (command(not_before_ms=START_MS + 9, not_after_ms=START_MS + 9), R.COMMAND_REJECT_REASON_INVALID),
         (command(not_after_ms=0), R.COMMAND_REJECT_REASON_INVALID),
         (command(timeout_ms=0), R.COMMAND_REJECT_REASON_INVALID),
         (command(payload=pack_payload(R.NodeRebootPayload())), R.COMMAND_REJECT_REASON_INVALID),
@@ -386,6 +387,21 @@ def test_every_rejection_has_its_reason_and_leaves_no_trace(frame: messages.Comm
     assert not state.entries
     assert sum(lane.received for lane in state.lanes.values()) == 1
     assert all(not lane.holders for lane in state.lanes.values())
+
+
+def test_a_command_that_comes_long_before_its_time_is_left_for_later_and_counted() -> None:
+    allowed_ms = busy.EARLY_ALLOWED_MS
+    assert "StartHandler" in kinds(
+        told(live(), command=command(not_before_ms=START_MS + allowed_ms, not_after_ms=2 * START_MS))[1]
+    )
+    early = command(not_before_ms=START_MS + allowed_ms + 1, not_after_ms=2 * START_MS)
+    state, done = told(live(), command=early)
+    (update,) = updates(done)
+    assert (update.state, update.reject_reason) == (R.COMMAND_STATE_REJECTED, R.COMMAND_REJECT_REASON_BUSY)
+    assert "not_before is" in update.message
+    assert state.refused == {("command", "not-before"): 1}
+    assert (kinds(done), state.entries) == (["SendAgentFrame"], {})
+    assert "StartHandler" in kinds(told(state, now_ms=1, command=early)[1])
 
 
 def test_a_role_that_may_not_run_a_kind_rejects_it() -> None:

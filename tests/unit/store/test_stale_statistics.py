@@ -47,6 +47,10 @@ async def test_dispatch_reads_no_more_than_it_marks(database: Database) -> None:
     )
     await database.query(INSERT, node_ids, "done-", 5, 40)
     await database.query("ANALYZE commands")
+    # What waits for its time comes first by seq, and is not even looked at.
+    await database.query(INSERT, node_ids, "later-", 1, 40)
+    await database.query("UPDATE commands SET not_before = compute_now() + interval '1 minute' WHERE state = 1")
+    await database.query("UPDATE commands SET not_before = compute_now() - interval '1 s' WHERE id LIKE 'later-%-40'")
     await database.query(INSERT, node_ids, "new-", 1, EACH)
     lanes = (LaneDemand(lane=1, free=EACH, held=(), pending=EACH),)
     demands = [
@@ -58,15 +62,28 @@ async def test_dispatch_reads_no_more_than_it_marks(database: Database) -> None:
     recorder = Recorder()
     await delivery.dispatch(recorder, demands, lease=lease)  # type: ignore[arg-type]
     statement = statements.statements()["delivery.dispatch"]
-    rows = await database.query(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement.sql}", *statement.bind(recorder.arguments))
+    marked, thrown_away, read = await explained(database, statement, recorder.arguments)
+    assert marked == NODES * EACH
+    assert thrown_away <= 10 * NODES * EACH
+    poll = statements.statements()["delivery.nodes_with_work"]
+    named, thrown_away, read = await explained(database, poll, {"gateway_id": lease.gateway_id, "ahead_ms": 10_000})
+    assert named == NODES
+    assert thrown_away <= NODES
+    assert read <= 3 * NODES * EACH, "the 4,000 that wait are not among them"
+
+
+async def explained(database: Database, statement: statements.Statement, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Run a statement; return how many rows it gave, threw away, and read of commands."""
+    rows = await database.query(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement.sql}", *statement.bind(arguments))
     [plan] = json.loads(rows[0]["QUERY PLAN"])
-    assert plan["Plan"]["Actual Rows"] == NODES * EACH
+    found = list(nodes(plan["Plan"]))
     thrown_away = sum(
         node.get(kind, 0) * node["Actual Loops"]
-        for node in nodes(plan["Plan"])
+        for node in found
         for kind in ("Rows Removed by Filter", "Rows Removed by Join Filter")
     )
-    assert thrown_away <= 10 * NODES * EACH
+    read = sum(node["Actual Rows"] * node["Actual Loops"] for node in found if node.get("Relation Name") == "commands")
+    return plan["Plan"]["Actual Rows"], thrown_away, read
 
 
 def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -125,10 +142,12 @@ async def use_each(database: Database, node_ids: list[str]) -> None:
     ]
     keys = [SessionKey(node_id=node_id, session_id="s", epoch=1) for node_id in node_ids]
     for _ in range(8):
-        assert await delivery.nodes_with_work(database, gateway_id=seed.LEASE.gateway_id) == []
+        assert await delivery.nodes_with_work(database, gateway_id=seed.LEASE.gateway_id, ahead_ms=10_000) == []
         assert await delivery.dispatch(database, demands, lease=seed.LEASE) == []
         assert (await delivery.store_command_news(database, news, event_type="command.finished")).moved == 0
-        assert await delivery.cancels_of(database, node_ids) == []
+        assert await delivery.look_at(database, node_ids, ahead_ms=10_000) == delivery.LookedAt(
+            cancels=(), due_in_ms={}
+        )
         assert await delivery.marked(database, keys) == {}
 
 

@@ -74,7 +74,7 @@ UPDATE approval_batches SET state = :state, decided_at = compute_now(), decided_
 WITH locked AS MATERIALIZED (
   SELECT c.id FROM commands c WHERE c.batch_id = :batch_id AND c.state = 1 ORDER BY c.id FOR NO KEY UPDATE OF c)
 UPDATE commands c SET batch_approval = :batch_approval,
-       not_before = CASE WHEN :stepwise::boolean THEN c.not_before END
+       not_before = CASE WHEN :stepwise::boolean THEN c.not_before ELSE c.asked_not_before END
   FROM locked WHERE c.id = locked.id
 RETURNING c.node_id;
 
@@ -84,7 +84,7 @@ WITH locked AS MATERIALIZED (
   SELECT c.id FROM commands c
    WHERE c.batch_id = :batch_id AND c.id = ANY (:command_ids::text[]) AND c.state = 1 AND c.not_before = c.not_after
    ORDER BY c.id FOR NO KEY UPDATE OF c)
-UPDATE commands c SET not_before = NULL FROM locked WHERE c.id = locked.id
+UPDATE commands c SET not_before = c.asked_not_before FROM locked WHERE c.id = locked.id
 RETURNING c.node_id;
 
 -- name: approvers.not_of_batch

@@ -7,16 +7,17 @@ SELECT nextval('commands_seq') AS seq FROM generate_series(1, :count::integer);
 -- name: commands.insert
 -- other: enqueued by an operator or a controller; nodes that have gone meanwhile are left out
 INSERT INTO commands (id, node_id, kind, lane, seq, batch_id, body, signature, signed_under, batch_approval,
-                      batch_proof, payload, created_by, not_before, not_after, timeout_ms, attestation)
+                      batch_proof, payload, created_by, not_before, asked_not_before, not_after, timeout_ms,
+                      attestation)
 SELECT v.id, v.node_id, v.kind, v.lane, v.seq, v.batch_id, v.body, v.signature, v.signed_under, v.batch_approval,
-       v.batch_proof, v.payload::jsonb, v.created_by, at_ms(v.not_before_ms), at_ms(v.not_after_ms), v.timeout_ms,
-       v.attestation
+       v.batch_proof, v.payload::jsonb, v.created_by, at_ms(v.not_before_ms),
+       at_ms(v.asked_not_before_ms), at_ms(v.not_after_ms), v.timeout_ms, v.attestation
   FROM unnest(:ids::text[], :node_ids::text[], :kinds::text[], :lanes::smallint[], :seqs::bigint[], :batch_ids::text[],
               :bodies::bytea[], :signatures::bytea[], :signed_unders::text[], :batch_approvals::bytea[],
               :batch_proofs::bytea[], :payloads::text[], :created_bys::text[], :not_befores_ms::bigint[],
-              :not_afters_ms::bigint[], :timeouts_ms::bigint[], :attestations::text[])
+              :asked_not_befores_ms::bigint[], :not_afters_ms::bigint[], :timeouts_ms::bigint[], :attestations::text[])
        AS v (id, node_id, kind, lane, seq, batch_id, body, signature, signed_under, batch_approval, batch_proof, payload,
-             created_by, not_before_ms, not_after_ms, timeout_ms, attestation)
+             created_by, not_before_ms, asked_not_before_ms, not_after_ms, timeout_ms, attestation)
   JOIN nodes n ON n.node_id = v.node_id
  ORDER BY v.id
 RETURNING id, node_id;
@@ -25,7 +26,7 @@ RETURNING id, node_id;
 -- other: read
 SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS payload, state,
        to_ms(created_at) AS created_at_ms, created_by, to_ms(not_before) AS not_before_ms,
-       to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
+       to_ms(asked_not_before) AS asked_not_before_ms, to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
        to_ms(cancel_requested_at) AS cancel_requested_at_ms, cancel_requested_by, cancel_reason,
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,
@@ -38,7 +39,7 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
 -- other: read, newest first
 SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS payload, state,
        to_ms(created_at) AS created_at_ms, created_by, to_ms(not_before) AS not_before_ms,
-       to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
+       to_ms(asked_not_before) AS asked_not_before_ms, to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
        to_ms(cancel_requested_at) AS cancel_requested_at_ms, cancel_requested_by, cancel_reason,
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,
@@ -55,7 +56,7 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
 -- other: read, newest first: the newest of each node, and of those the newest
 SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS payload, state,
        to_ms(created_at) AS created_at_ms, created_by, to_ms(not_before) AS not_before_ms,
-       to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
+       to_ms(asked_not_before) AS asked_not_before_ms, to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
        to_ms(cancel_requested_at) AS cancel_requested_at_ms, cancel_requested_by, cancel_reason,
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,
@@ -75,7 +76,7 @@ SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS pa
 -- other: read, in the order of ids
 SELECT id AS command_id, node_id, kind, lane, seq, batch_id, payload::text AS payload, state,
        to_ms(created_at) AS created_at_ms, created_by, to_ms(not_before) AS not_before_ms,
-       to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
+       to_ms(asked_not_before) AS asked_not_before_ms, to_ms(not_after) AS not_after_ms, timeout_ms, session_epoch, session_id, attempt, busy_count, sent_boot_id,
        to_ms(cancel_requested_at) AS cancel_requested_at_ms, cancel_requested_by, cancel_reason,
        to_ms(dispatched_at) AS dispatched_at_ms, to_ms(acked_at) AS acked_at_ms, to_ms(running_at) AS running_at_ms,
        to_ms(started_at) AS started_at_ms, to_ms(finished_at) AS finished_at_ms, progress, reason, message, result,

@@ -184,12 +184,25 @@ WITH asked AS MATERIALIZED (
   SELECT pending.id, routed.*
   FROM routed JOIN asked ON asked.node_id = routed.node_id
   CROSS JOIN LATERAL (
-    SELECT c.id FROM commands c
-    WHERE c.node_id = routed.node_id AND c.lane = asked.lane AND c.state = 1 AND c.cancel_requested_at IS NULL
-      AND (c.not_before IS NULL OR c.not_before <= compute_now()) AND c.not_after > compute_now()
-      AND (asked.kinds IS NULL OR c.kind = ANY (string_to_array(asked.kinds, ',')))
-      AND (NOT asked.signed_only OR c.signature IS NOT NULL)
-    ORDER BY c.seq
+    SELECT may_go.id FROM (
+      (SELECT c.id, c.seq FROM commands c
+       WHERE c.node_id = routed.node_id AND c.lane = asked.lane AND c.state = 1 AND c.not_before IS NULL
+         AND c.cancel_requested_at IS NULL AND c.not_after > compute_now()
+         AND (asked.kinds IS NULL OR c.kind = ANY (string_to_array(asked.kinds, ',')))
+         AND (NOT asked.signed_only OR c.signature IS NOT NULL)
+       ORDER BY c.seq
+       LIMIT asked.pending_limit)
+      UNION ALL
+      -- Those whose time has come take their place by seq; the bound that excludes nothing names the index.
+      (SELECT c.id, c.seq FROM commands c
+       WHERE c.node_id = routed.node_id AND c.lane = asked.lane AND c.state = 1
+         AND c.not_before <= compute_now() AND c.not_before > '-infinity'
+         AND c.cancel_requested_at IS NULL AND c.not_after > compute_now()
+         AND (asked.kinds IS NULL OR c.kind = ANY (string_to_array(asked.kinds, ',')))
+         AND (NOT asked.signed_only OR c.signature IS NOT NULL)
+       ORDER BY c.seq
+       LIMIT asked.pending_limit)) may_go
+    ORDER BY may_go.seq
     LIMIT asked.pending_limit) pending
   UNION ALL
   SELECT held.id, routed.* FROM routed JOIN unnest(:held_node_ids::text[], :held_ids::text[]) AS held (node_id, id)
@@ -247,7 +260,9 @@ WITH said AS MATERIALIZED (
     session_id = CASE WHEN locked.state = 2 THEN NULL ELSE c.session_id END,
     session_epoch = CASE WHEN locked.state = 2 THEN NULL ELSE c.session_epoch END,
     busy_count = c.busy_count + 1, held_back = c.cancel_requested_at IS NULL AND locked.state > 2,
-    not_before = CASE WHEN locked.state = 2 THEN compute_now() + ms(locked.back_off_ms) ELSE c.not_before END,
+    -- Never sooner than was asked for, whatever the database's clock did meanwhile.
+    not_before = CASE WHEN locked.state = 2 THEN greatest(compute_now() + ms(locked.back_off_ms), c.asked_not_before)
+                      ELSE c.not_before END,
     reason = CASE WHEN c.cancel_requested_at IS NULL THEN c.reason ELSE 'cancelled' END,
     message = CASE WHEN c.cancel_requested_at IS NULL THEN c.message ELSE 'cancelled before the node accepted it' END,
     finished_at = CASE WHEN c.cancel_requested_at IS NULL THEN NULL ELSE compute_now() END
@@ -263,20 +278,35 @@ WITH said AS MATERIALIZED (
 )
 SELECT id, kind, lane::int AS lane, seq, signed, state FROM back;
 
--- name: delivery.cancels_of
--- other: reads the cancels that the sessions of these nodes have not been told of yet
-SELECT c.id, c.node_id, c.cancel_reason
+-- name: delivery.look_at
+-- other: reads the cancels of what these nodes have in flight, and how soon a pending command of theirs falls due
+(SELECT c.node_id, c.id AS cancelled_id, c.cancel_reason, NULL::bigint AS due_in_ms
+ FROM commands c
+ WHERE c.node_id = ANY (:node_ids::text[]) AND c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4)
+ ORDER BY c.node_id, c.seq)
+UNION ALL
+-- Rounded up: who asks again then finds it due.
+SELECT c.node_id, NULL, NULL, ceil(1000 * extract(epoch FROM min(c.not_before) - compute_now()))::bigint
 FROM commands c
-WHERE c.node_id = ANY (:node_ids::text[]) AND c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4)
-ORDER BY c.node_id, c.seq;
+WHERE c.node_id = ANY (:node_ids::text[]) AND c.state = 1
+  AND c.not_before > compute_now() AND c.not_before <= compute_now() + ms(:ahead_ms) AND c.not_before > '-infinity'
+  AND c.not_after > c.not_before
+GROUP BY c.node_id;
 
 -- name: delivery.nodes_with_work
--- other: the poll behind the notifications: nodes of this gateway with something to send
+-- other: the poll behind the notifications: nodes of this gateway with something to send, now or in a moment
 SELECT s.node_id FROM node_sessions s
 WHERE s.gateway_id = :gateway_id AND EXISTS (
   SELECT FROM commands c
-  WHERE c.node_id = s.node_id AND c.state = 1 AND c.cancel_requested_at IS NULL
-    AND (c.not_before IS NULL OR c.not_before <= compute_now()) AND c.not_after > compute_now())
+  WHERE c.node_id = s.node_id AND c.state = 1 AND c.not_before IS NULL
+    AND c.cancel_requested_at IS NULL AND c.not_after > compute_now())
+UNION
+-- What is held until somebody releases it has not_before = not_after, and never falls due. OFFSET 0 has each session
+-- looked up by its node: a join may read all sessions of the gateway for each of thousands that fall due together.
+SELECT s.node_id FROM commands c
+CROSS JOIN LATERAL (SELECT o.node_id, o.gateway_id FROM node_sessions o WHERE o.node_id = c.node_id OFFSET 0) s
+WHERE c.state = 1 AND c.not_before <= compute_now() + ms(:ahead_ms) AND c.not_before < 'infinity'
+  AND c.not_after > greatest(c.not_before, compute_now()) AND s.gateway_id = :gateway_id
 UNION
 SELECT s.node_id FROM commands c JOIN node_sessions s ON s.node_id = c.node_id
 WHERE c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4) AND s.gateway_id = :gateway_id;

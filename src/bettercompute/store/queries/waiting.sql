@@ -4,7 +4,7 @@
 -- other: read; what dispatch asks of one command, at one moment
 SELECT c.id AS command_id, c.kind, c.lane::int AS lane, c.state::int AS state, c.signature IS NOT NULL AS signed, c.held_back,
   c.busy_count, c.cancel_requested_at IS NOT NULL AS cancel_requested, to_ms(c.not_before) AS not_before_ms,
-  to_ms(c.not_after) AS not_after_ms, to_ms(compute_now()) AS now_ms, c.node_id,
+  to_ms(c.asked_not_before) AS asked_not_before_ms, to_ms(c.not_after) AS not_after_ms, to_ms(compute_now()) AS now_ms, c.node_id,
   coalesce(n.state, 'forgotten') AS node_state, coalesce(n.state_reason, '') AS node_state_reason, n.quarantine_reason,
   n.revoked_by, CASE WHEN n.locked_until IS NULL OR n.locked_until > compute_now() THEN n.locked_by END AS locked_by,
   to_ms(n.locked_until) - to_ms(compute_now()) AS locked_left_ms,
@@ -16,9 +16,16 @@ SELECT c.id AS command_id, c.kind, c.lane::int AS lane, c.state::int AS state, c
     SELECT ROW (h.id, h.kind, h.state::int) FROM commands h
     WHERE h.node_id = c.node_id AND h.state IN (2, 3, 4) AND h.lane = c.lane AND NOT h.held_back AND h.id <> c.id
     ORDER BY h.seq LIMIT :holders_max) AS holders,
+  -- What waits for its own time is not in the way.
   (SELECT count(*) FROM (
-     SELECT FROM commands b WHERE b.node_id = c.node_id AND b.lane = c.lane AND b.state = 1 AND b.seq < c.seq
-     LIMIT :ahead_max) before) AS ahead,
+     (SELECT FROM commands b
+       WHERE b.node_id = c.node_id AND b.lane = c.lane AND b.state = 1 AND b.not_before IS NULL AND b.seq < c.seq
+       LIMIT :ahead_max)
+     UNION ALL
+     (SELECT FROM commands b
+       WHERE b.node_id = c.node_id AND b.lane = c.lane AND b.state = 1 AND b.not_before <= compute_now()
+         AND b.not_before > '-infinity' AND b.seq < c.seq
+       LIMIT :ahead_max)) before) AS ahead,
   (SELECT a.batch_id FROM approval_batches a WHERE a.batch_id = c.batch_id AND a.state = 'waiting') AS approval_batch_id,
   (SELECT a.asked_by FROM approval_batches a
     WHERE a.batch_id = c.batch_id AND a.state = 'approved' AND a.stepwise AND c.not_before = c.not_after) AS led_by
