@@ -73,6 +73,30 @@ async def test_a_hello_with_everything_takes_four(rig, statements):
     assert (gap["first_seq"], gap["last_seq"]) == (1, 4)
 
 
+async def test_what_a_forgotten_node_lost_is_told_beside_what_is_stored(rig):
+    """Its row begins anew while its events stay: a gap that began at 1 again was taken for the one that was known."""
+    node = await rig.add_node("node-a")
+
+    async def hello(*, first_unacked: int) -> list[tuple[int, int]]:
+        await rig.database.query("UPDATE node_sessions SET journal_id = '', acked_event_seq = 0")
+        daemon = await rig.connect(
+            node, journal_id="journal-1", first_unacked_event_seq=first_unacked, last_event_seq=first_unacked
+        )
+        daemon.connection.close()
+        await rig.until_row("node-a", state="disconnected")
+        gaps = await rig.database.query("SELECT first_seq, last_seq FROM node_event_gaps ORDER BY first_seq")
+        return [(row["first_seq"], row["last_seq"]) for row in gaps]
+
+    assert await hello(first_unacked=3) == [(1, 2)]
+    await rig.database.query(
+        "INSERT INTO node_events (node_id, journal_id, seq, event_id, type, occurred_at, payload)"
+        " SELECT 'node-a', 'journal-1', seq, 'event-' || seq, 'daemon.started', compute_now(), '{}'"
+        " FROM generate_series(3, 5) AS seq"
+    )
+    assert await hello(first_unacked=6) == [(1, 2)], "nothing is missing that is not known"
+    assert await hello(first_unacked=9) == [(1, 2), (6, 8)]
+
+
 async def test_a_lost_journal_ends_what_is_not_retry_safe(rig):
     node = await rig.add_node("node-a")
     await seed.add_command(rig.database, "node-a", "c1", kind="gpu.reset")

@@ -125,9 +125,18 @@ WITH taken AS (
   SET status = excluded.status, reason = excluded.reason, message = excluded.message, updated_at = compute_now(),
     changed_at = CASE WHEN d.status = excluded.status THEN d.changed_at ELSE compute_now() END
 ), gap AS (
+  -- What is stored, or known to be missing, is none of it: a node that was forgotten begins at 1 again, its events stay.
   INSERT INTO node_event_gaps (node_id, journal_id, first_seq, last_seq)
-  SELECT taken.node_id, :journal_id, :gap_first_seq::bigint, :gap_last_seq::bigint
-  FROM taken WHERE :gap_first_seq::bigint IS NOT NULL
+  SELECT known.node_id, :journal_id, known.first_seq, :gap_last_seq::bigint
+  FROM (
+    SELECT taken.node_id, greatest(
+      :gap_first_seq::bigint,
+      (SELECT max(e.seq) + 1 FROM node_events e WHERE e.node_id = taken.node_id AND e.journal_id = :journal_id),
+      (SELECT max(g.last_seq) + 1 FROM node_event_gaps g WHERE g.node_id = taken.node_id AND g.journal_id = :journal_id)
+    ) AS first_seq
+    FROM taken WHERE :gap_first_seq::bigint IS NOT NULL
+  ) AS known
+  WHERE known.first_seq <= :gap_last_seq::bigint
   ON CONFLICT DO NOTHING
 ), told AS (
   INSERT INTO outbox (id, type, node_id, payload)
