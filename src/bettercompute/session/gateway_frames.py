@@ -120,7 +120,10 @@ def _ended(state: GatewaySession, command_ids: Collection[str]) -> GatewaySessio
     """Return the state once the end of these was heard, which is not committed yet."""
     if not command_ids:
         return state
-    return changed(without(state, command_ids), ending=state.ending.union(command_ids))
+    state = changed(without(state, command_ids), ending=state.ending.union(command_ids))
+    if state.cancels_told.isdisjoint(command_ids):
+        return state
+    return changed(state, cancels_told=state.cancels_told.difference(command_ids))
 
 
 def _busy(state: GatewaySession, update: messages.CommandUpdate) -> Outcome:

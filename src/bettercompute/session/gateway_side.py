@@ -14,6 +14,7 @@ from bettercompute.delivery.desired_state import StoredSpec
 from bettercompute.delivery.lanes import GatewayLane, open_gateway_lane
 from bettercompute.errors import Refused
 from bettercompute.protocol import messages
+from bettercompute.protocol.limits import MAX_RUNNING_COMMANDS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.validation import validate_for_store
 from bettercompute.session import closing, inputs, liveness
@@ -36,6 +37,9 @@ __all__ = ["DispatchDemand", "GatewaySession", "LaneDemand", "answered", "open_s
 
 DRAIN_GRACE_MS = 10_000
 """How long past its time a draining daemon may take to end the stream itself."""
+
+CANCELS_TOLD_MAX = MAX_RUNNING_COMMANDS
+"""More than a node ever has in flight."""
 
 Outcome = tuple[GatewaySession, tuple[GatewayEffect, ...]]
 
@@ -82,6 +86,7 @@ def open_session(
         applied_generation=plan.applied_generation,
         offered_generation=_already_offered(plan, spec=spec, offered=offered is not None),
         busy={},
+        cancels_told=frozenset(plan.cancels),
         trust_offered=0 if trust is None else trust_version,
         awaits_new_journal=plan.new_journal,
     )
@@ -196,12 +201,17 @@ def _facts_committed(state: GatewaySession, given: inputs.FactsCommitted) -> Out
 
 
 def _cancel_requested(state: GatewaySession, command_id: str, reason: str) -> Outcome:
-    """Tell the daemon. A command held back is not sent any more: the daemon's answer to the unknown id ends it."""
+    """Tell the daemon, once on this stream, which loses nothing: the next session tells what has not ended by then.
+
+    A command held back is not sent any more: the daemon's answer to the unknown id ends it.
+    """
     if any(held.command_id == command_id for held in state.held):
         state = without(state, (command_id,))
-    if state.awaits_new_journal:
+    if state.awaits_new_journal or command_id in state.cancels_told or command_id in state.ending:
         return state, ()
-    return state, (SendFrame(cancel_frame(command_id, reason=reason)),)
+    # Commands that others ended are never heard of here; should so many come together, all are told once more.
+    told = state.cancels_told if len(state.cancels_told) < CANCELS_TOLD_MAX else frozenset[str]()
+    return changed(state, cancels_told=told | {command_id}), (SendFrame(cancel_frame(command_id, reason=reason)),)
 
 
 def _spec_published(state: GatewaySession, spec: StoredSpec, *, requested: bool) -> Outcome:

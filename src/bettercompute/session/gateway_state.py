@@ -51,6 +51,8 @@ class GatewaySession:
     """How often each command was refused BUSY in this session."""
     ending: frozenset[str] = frozenset()
     """Commands whose end was heard and is not committed yet: their rows still say that they are in flight."""
+    cancels_told: frozenset[str] = frozenset()
+    """Cancels that this stream has carried, of commands that have not ended: polls name them until they have."""
     load: messages.NodeLoad | None = None
     """From the last heartbeat; kept in memory only."""
     drain_at_ms: int | None = None

@@ -145,6 +145,7 @@ def test_what_follows_hello_comes_in_the_order_of_the_page() -> None:
     assert sent[2].desired.body == b"full"
     assert [frame.command.attempt for frame in sent[3:5]] == [2, 2]
     assert sent[5].cancel.command_id == "c-3"
+    assert step(state, inputs.CancelRequested("c-3"))[1] == (), "a resume's cancel is told by then"
     assert isinstance(effects[-1], PokeDispatch)
     assert state.lanes[1].available == 6
     assert state.offered_generation == 3
@@ -432,8 +433,30 @@ def test_a_cancel_is_told_and_ends_holding_back() -> None:
     assert [held.command_id for held in state.held] == ["c-10"]
 
 
+def test_a_cancel_is_told_once_on_a_stream_until_its_command_has_ended() -> None:
+    state, _ = step(session(), inputs.CommandsMarked((marked(1),)))
+    cancel = inputs.CancelRequested("c-1")
+    state, effects = step(state, cancel)
+    assert len(frames(effects)) == 1
+    assert step(state, cancel) == (state, ()), "a poll names it again, the stream has carried it"
+    running = messages.CommandUpdate(command_id="c-1", state=messages.COMMAND_STATE_RUNNING)
+    state, _ = received(state, update=running)
+    assert step(state, cancel)[1] == ()
+    ended = messages.CommandUpdate(command_id="c-1", state=messages.COMMAND_STATE_CANCELLED)
+    state, _ = received(state, update=ended)
+    assert (step(state, cancel)[1], state.cancels_told) == ((), frozenset()), "its end waits for the database"
+    assert len(frames(step(session(), cancel)[1])) == 1, "another stream tells it again"
+
+
+def test_the_cancels_that_were_told_are_not_remembered_without_end() -> None:
+    told = frozenset(f"abandoned-{number}" for number in range(gateway_side.CANCELS_TOLD_MAX))
+    state, effects = step(session(cancels_told=told), inputs.CancelRequested("c-1"))
+    assert (state.cancels_told, len(frames(effects))) == ({"c-1"}, 1)
+
+
 def test_a_session_that_awaits_a_new_journal_is_told_no_cancel() -> None:
-    assert step(session(awaits_new_journal=True), inputs.CancelRequested("c-1"))[1] == ()
+    state, effects = step(session(awaits_new_journal=True), inputs.CancelRequested("c-1"))
+    assert (effects, "c-1" in state.cancels_told) == ((), False)
 
 
 def test_a_drained_session_is_not_dispatched_to_and_ends_late() -> None:
