@@ -23,6 +23,7 @@ from bettercompute.daemon.journal_files import Seal, companions, keep_aside, rem
 from bettercompute.daemon.journal_records import (
     FORMAT,
     LIMITS,
+    NAMES,
     TABLES,
     EventEntry,
     JournalContents,
@@ -50,7 +51,12 @@ PAGE_BYTES = 4096
 # What SQLite and the disk raise.
 _FAULTS = (sqlite3.Error, OSError, MemoryError)
 
-_meta_columns = attrgetter(*(column.name for column in fields(JournalMeta)))
+_META_COLUMNS = tuple(column.name for column in fields(JournalMeta))
+_meta_columns = attrgetter(*_META_COLUMNS)
+# SQLite's own check does not see a bit that has flipped in a name; every statement would fail, after each start again.
+_NAMES_FOUND = """
+SELECT t.name, c.name FROM sqlite_schema t, pragma_table_info(t.name) c WHERE t.type = 'table' ORDER BY t.name, c.cid
+"""
 
 
 class JournalDatabase:
@@ -92,8 +98,8 @@ class JournalDatabase:
         """
         try:
             return self._load()
-        except _FAULTS as error:
-            if isinstance(error, sqlite3.Error) and faults.is_damage_at_open(_code(error)):
+        except (*_FAULTS, UnicodeError) as error:  # a name in the schema that is no text any more
+            if isinstance(error, sqlite3.Error | UnicodeError) and faults.is_damage_at_open(faults.code_of(error)):
                 raise JournalDamagedError(f"SQLite says: {error}") from error
             self.close()
             raise self._unavailable(error) from error
@@ -195,9 +201,8 @@ class JournalDatabase:
 
     def _create(self, *, journal_id: str, birth: bytes) -> JournalContents:
         self._connect()
-        meta_columns = [column.name for column in fields(JournalMeta)]
         self._begin()
-        self._connection.execute(f"CREATE TABLE meta (id INTEGER PRIMARY KEY, {', '.join(meta_columns)}, crc)")
+        self._connection.execute(f"CREATE TABLE meta (id INTEGER PRIMARY KEY, {', '.join(_META_COLUMNS)}, crc)")
         for table, columns in TABLES.items():
             # Without a row id the key and the row are one tree: no second one can disagree with it unseen.
             key = f"{columns[0]} PRIMARY KEY NOT NULL, {', '.join(columns[1:])}, crc"
@@ -224,6 +229,8 @@ class JournalDatabase:
             raise JournalUnfinishedError("it has no tables, and never had a seal: it was killed while it was made")
         if self._pragma("user_version") != FORMAT:
             raise JournalDamagedError(f"it is of format {self._pragma('user_version')}, and this bcd reads {FORMAT}")
+        if self._connection.execute(_NAMES_FOUND).fetchall() != NAMES:
+            raise JournalDamagedError("its tables have other names or columns than they were made with")
         row = self._connection.execute("SELECT * FROM meta WHERE id = 1").fetchone()
         if row is None:
             raise JournalDamagedError("the meta row is missing")
@@ -240,8 +247,7 @@ class JournalDatabase:
             commands=tuple(without_acked_update(entry_of(row)) for row in self._rows("commands")),
             cancelled={str(row[0]): int(row[1]) for row in self._rows("cancelled")},
             processes=tuple(mark_of(row) for row in self._rows("processes")),
-            # The CRC covers the types.
-            documents={str(row[0]): bytes(row[1]) for row in self._rows("documents")},  # type: ignore[arg-type]  # as above
+            documents={str(row[0]): bytes(row[1]) for row in self._rows("documents")},  # type: ignore[arg-type]  # the CRC
         )
         events = sum(1 for _ in self._rows("events"))
         *others, documents = contents.commands, contents.cancelled, contents.processes, contents.documents
@@ -373,7 +379,7 @@ class JournalDatabase:
     def _judged(self, error: Exception, writes: Sequence[Write]) -> Exception:
         if isinstance(error, OSError):
             return JournalFullError(f"the seal of {self.path} cannot be written: {error.strerror}", disk=True)
-        code = _code(error)
+        code = faults.code_of(error)
         if faults.is_unwritable(code):
             # SQLite says the same of its page bound and of the disk: judge by what the writes could have needed.
             needed_bytes = (
@@ -387,14 +393,8 @@ class JournalDatabase:
         return JournalDamagedError(f"SQLite says: {error}") if faults.is_damage_in_use(code) else error
 
     def _unavailable(self, error: Exception) -> Unavailable:
-        cure = faults.cure_of_errno(error.errno) if isinstance(error, OSError) else faults.cure_of(_code(error))
+        cure = (
+            faults.cure_of_errno(error.errno) if isinstance(error, OSError) else faults.cure_of(faults.code_of(error))
+        )
         message = f"the journal {self.path} cannot be opened: {str(error) or 'out of memory'}: {cure}"
         return Unavailable(message, reason="journal-unwritable")
-
-
-def _code(error: Exception) -> int | None:
-    """Return SQLite's code; None where Python could not make a value of what SQLite read."""
-    if isinstance(error, MemoryError):  # how Python tells SQLITE_NOMEM
-        return sqlite3.SQLITE_NOMEM
-    code = getattr(error, "sqlite_errorcode", None)
-    return None if code is None else int(code)

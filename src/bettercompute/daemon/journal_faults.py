@@ -54,6 +54,14 @@ _CURES_BY_ERRNO: Mapping[int, str] = MappingProxyType(
 )
 
 
+def code_of(error: Exception) -> int | None:
+    """Return SQLite's code; None where Python could not make a value of what SQLite read."""
+    if isinstance(error, MemoryError):  # how Python tells NOMEM
+        return _NOMEM
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else int(code)
+
+
 def is_damage_at_open(code: int | None) -> bool:
     """Say whether an error of SQLite while a journal is opened means damage; None: Python cannot read a value."""
     return code is None or code & _PRIMARY in _DAMAGE_AT_OPEN

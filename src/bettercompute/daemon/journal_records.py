@@ -141,6 +141,13 @@ TABLES: dict[str, tuple[str, ...]] = {
     "documents": ("name", "body"),
 }
 
+NAMES = [
+    (table, column)
+    for table, columns in sorted({"meta": ("id", *(column.name for column in fields(JournalMeta))), **TABLES}.items())
+    for column in (*columns, "crc")
+]
+"""Every table with its columns, as a sound file has them."""
+
 
 _ENTRY_COLUMNS = tuple(column.name for column in fields(JournalEntry))
 _COMMAND_COLUMN = _ENTRY_COLUMNS.index("command")

@@ -367,6 +367,22 @@ def test_a_thousand_flipped_bits_are_noticed(written: tuple[Path, object]) -> No
     flip_bits(written, count=1_000, seed=2)
 
 
+@pytest.mark.parametrize("bit", [0, 7], ids=["another letter", "no text"])
+@pytest.mark.parametrize("name", [b"commands", b"terminal_update", b"mark_ms", b"last_epoch", b"body"])
+def test_a_flipped_bit_in_a_name_is_noticed(tmp_path: Path, name: bytes, bit: int) -> None:
+    """SQLite takes it for another name; every statement of a daemon would fail, again after each start."""
+    database, _ = open_journal(tmp_path)
+    database.close()
+    path = tmp_path / "journal.db"
+    data = bytearray(path.read_bytes())
+    data[data.index(name)] ^= 1 << bit
+    path.write_bytes(data)
+    database, contents = open_journal(tmp_path)
+    assert contents.set_aside
+    database.apply([PutDocument("after", b"it goes on")])
+    database.close()
+
+
 @pytest.mark.parametrize("name", ["journal.db", "journal.db-wal", "journal.db-seal"])
 def test_a_lost_or_zeroed_file_is_noticed(written: tuple[Path, object], tmp_path: Path, name: str) -> None:
     source, expected = written
