@@ -47,6 +47,9 @@ def main(arguments: list[str]) -> int:
     from tests.fuzz.targets import TARGETS
 
     names = arguments[:1] or list(TARGETS)
+    if unknown := set(names) - TARGETS.keys():
+        sys.stderr.write(f"no target {unknown.pop()!r}: {', '.join(TARGETS)}\n")
+        return 2
     seconds = int(arguments[1]) if len(arguments) > 1 else SECONDS
     failed = []
     for name in names:

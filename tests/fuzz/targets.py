@@ -7,6 +7,7 @@ little; `make fuzz` runs them under atheris, which sees which branch an input to
 from __future__ import annotations
 
 import functools
+import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from bettercompute.daemon import config as daemon_config
 from bettercompute.daemon import control
+from bettercompute.daemon.journal import DATABASE_NAME, JournalDatabase
+from bettercompute.daemon.journal_records import AppendEvents, EventEntry, JournalLimits, PutDocument
 from bettercompute.delivery import selectors
 from bettercompute.errors import Refused
 from bettercompute.pki import (
@@ -38,12 +41,14 @@ from bettercompute.protocol.frames import decode_message, encode_message
 from bettercompute.protocol.kinds import KINDS, pack_payload, unpack_payload
 from bettercompute.protocol.statuses import decode_grpc_message, parse_attempt, parse_pushback, parse_server_time
 from bettercompute.protocol.validation import validate_for_store
+from bettercompute.server import config as server_config
 from bettercompute.services.attestors.challenges import Challenges
 from bettercompute.services.attestors.x509pop import X509PopAttestor
 from bettercompute.services.installation import Installation
 from bettercompute.services.issuing import Issuer, Request
 from bettercompute.services.keys import ServiceKeys
 from bettercompute.system import system_world
+from bettercompute.testing.postgres import MEMORY
 from bettercompute.transport import tls
 from bettercompute.transport.grpc_call import MessageReader
 from bettercompute.transport.h2_client import H2Client
@@ -61,6 +66,8 @@ class Target:
 
     run: Callable[[bytes], object]
     seeds: Callable[[], Sequence[bytes]]
+    slow: bool = False
+    """It touches a disk: a run of the tests can afford few of it."""
 
 
 def _text(data: bytes) -> str:
@@ -173,6 +180,24 @@ def toml(data: bytes) -> None:
     daemon_config.parse(values, path=Path("config.toml"))
 
 
+def server_toml(data: bytes) -> None:
+    try:
+        values = tomllib.loads(_text(data))
+    except tomllib.TOMLDecodeError:
+        return
+    server_config.validate(values, where="config.toml")
+
+
+def journal_file(data: bytes) -> None:
+    """A journal of which the disk has made something else: it is opened, or set aside and begun anew."""
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder:
+        for name, content in (*_journal().items(), (DATABASE_NAME, data)):
+            (Path(folder) / name).write_bytes(content)
+        journal = _opened(Path(folder))
+        journal.apply([PutDocument("after", b"it goes on")])
+        journal.close()
+
+
 def selector(data: bytes) -> None:
     selectors.parse(_text(data))
 
@@ -200,6 +225,28 @@ def challenge_answer(data: bytes) -> None:
 
 def control_request(data: bytes) -> None:
     control.parse_request(data)
+
+
+def _memory() -> Path | None:
+    return MEMORY if MEMORY.is_dir() else None
+
+
+def _opened(folder: Path) -> JournalDatabase:
+    limits = JournalLimits(max_bytes=1 << 20, reserve_bytes=1 << 18, ballast_bytes=1 << 12, wal_bytes=1 << 16)
+    journal = JournalDatabase(folder, limits=limits)
+    journal.open(new_journal_id=lambda: "journal-1", new_birth=lambda: bytes(16), stamp="1")
+    return journal
+
+
+@functools.cache
+def _journal() -> dict[str, bytes]:
+    """A journal's files as a daemon leaves them that was ended in order."""
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder:
+        journal = _opened(Path(folder))
+        entry = EventEntry(seq=1, event_id="e1", event=messages.Event(type="t").SerializeToString(), recovered=False)
+        journal.apply([AppendEvents((entry,)), PutDocument("desired-state", b"body")])
+        journal.close()
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 @functools.cache
@@ -373,5 +420,7 @@ TARGETS = {
     "signature": Target(signature, lambda: [signatures.sign_raw(KEY, b"what was signed")]),
     "identity_record": Target(identity_record, _records),
     "toml": Target(toml, lambda: [b'gateway_url = ["https://gw:443"]\n[log]\nlevel = "info"\n']),
+    "server_toml": Target(server_toml, lambda: [b'[gateway]\nname = "gw"\n']),
+    "journal_file": Target(journal_file, lambda: [_journal()[DATABASE_NAME]], slow=True),
     "selector": Target(selector, lambda: [b"gpu=h100,site!=x"]),
 }
