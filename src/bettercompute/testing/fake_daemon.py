@@ -104,7 +104,7 @@ class FakeDaemon:
         self.conditions: dict[str, effects.SetCondition] = {}
         self.received: Counter[str] = Counter()
         """Frames of the gateway by their kind."""
-        self.welcomes = 0
+        self.welcomes, self.protocol_version = 0, 0
         self.refusals = 0
         """Streams that ended with a status before their Welcome, since the last Welcome."""
         self.on_ack: Callable[[messages.Ack], None] = lambda _: None
@@ -297,6 +297,7 @@ class FakeDaemon:
             self.commands.cancel(frame.cancel)
         else:
             if case == "welcome":  # what has ended since Hello is owed as well
+                self.protocol_version = frame.welcome.protocol_version
                 self.state = replace(self.state, entries=self.commands.entries())
             if case == "ack":
                 self.commands.acked(frame.ack.command_ids)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from bettercompute.store import specs
 from bettercompute.store.database import Transaction
 from bettercompute.testing.fake_daemon import FakeDaemon
 from bettercompute.testing.fake_dial import in_memory
-from bettercompute.testing.profiles import PROFILES, Levers, Profile
+from bettercompute.testing.profiles import CURRENT, PROFILES, Levers, Profile
 from tests.contract.gateway import seed
 from tests.contract.gateway.rig import WAIT_S, Rig
 
@@ -79,16 +80,20 @@ def shared(profile: Profile, protocol: ProtocolRange) -> bool:
     return profile.proto_min <= protocol.max and protocol.min <= profile.proto_max
 
 
-ROWS = [(line, name) for line in PROFILES for name in RANGES]
+# All lines there are speak version 1. Which of several shared ones is spoken shows with one that does not exist yet.
+LINES = {**PROFILES, "n+1": replace(CURRENT, daemon_version="0.6.0", proto_max=2)}
+ROWS = [*((line, name) for line in PROFILES for name in RANGES), ("n+1", "1-3")]
 
 
 @pytest.mark.parametrize(("line", "name"), ROWS, ids=[f"{line} on {name}" for line, name in ROWS])
 async def test_a_line_on_a_gateway(rig: Rig, line: str, name: str) -> None:
-    profile, protocol = PROFILES[line], RANGES[name]
+    profile, protocol = LINES[line], RANGES[name]
     async with running(rig, profile, protocol=protocol) as daemon:
         [row] = await rig.database.query("SELECT upgrade_only, daemon_version FROM node_sessions")
         assert row["daemon_version"] == profile.daemon_version
         assert row["upgrade_only"] is not shared(profile, protocol)
+        spoken = min(profile.proto_max, protocol.max) if shared(profile, protocol) else protocol.min
+        assert daemon.protocol_version == spoken
         if shared(profile, protocol):
             await works(rig, daemon)
         else:
@@ -170,6 +175,7 @@ async def test_what_a_line_said_is_understood_for_ever(rig: Rig, line: str) -> N
     daemon.call.send(hello)
     welcome = (await daemon.receive("welcome")).welcome
     assert welcome.upgrade_required is not works_here
+    assert welcome.protocol_version == 1
     for frame in rest:
         daemon.call.send(frame)
     await rig.until_query("SELECT 1 FROM node_events WHERE type = 'disk.failed'")
