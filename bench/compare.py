@@ -113,6 +113,8 @@ def main() -> None:
         before, after = read(wanted.before), read(wanted.after)
     except OSError as error:
         raise SystemExit(f"cannot read {error.filename}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"one of the files is no text: {error.reason}") from None
     for difference in differences(before, after):
         print(f"not alike: {difference}")
     found = changes(before, after)

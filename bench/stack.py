@@ -97,18 +97,10 @@ class BenchStack:
 
     async def listening(self) -> None:
         """Wait until the gateway takes connections, which is soon followed by its lease."""
-        deadline = time.monotonic() + READY_S
-        while True:
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                writer.close()
-                return
-            if time.monotonic() > deadline:
-                raise SystemExit("the gateway did not listen again")
-            await asyncio.sleep(0.02)
+        await _listens(self.port, what="the gateway")
 
     async def ready(self, database: Database) -> None:
-        """Wait until the gateway holds a lease."""
+        """Wait until the gateway holds a lease, and the API listens where there is one."""
         deadline = time.monotonic() + READY_S
         while not any(lease.live for lease in await leases.list_all(database)):
             if time.monotonic() > deadline or (self.process is not None and self.process.poll() is not None):
@@ -117,6 +109,8 @@ class BenchStack:
             await asyncio.sleep(0.05)
         # The lease is there a moment before the listener admits by it.
         await asyncio.sleep(0.5)
+        if "api" in self.roles:
+            await _listens(self.api_port, what="the API")
 
     def shares(self) -> Shares:
         """Return a meter of gateway, database and this process."""
@@ -147,6 +141,18 @@ class BenchStack:
             serving_ca_pem=serving_ca.public_bytes(Encoding.PEM),
             identity=identity,
         )
+
+
+async def _listens(port: int, *, what: str) -> None:
+    deadline = time.monotonic() + READY_S
+    while True:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            return
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{what} does not listen within {READY_S:g} s")
+        await asyncio.sleep(0.02)
 
 
 @dataclass(frozen=True, slots=True)
