@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,20 @@ from bettercompute import __version__
 from bettercompute.daemon.agent import Agent
 from bettercompute.daemon.config import Config
 from bettercompute.daemon.group_commit import Journal
-from bettercompute.daemon.handlers import Handler, HandlerCancelled, HandlerContext
+from bettercompute.daemon.handlers import Handler, HandlerContext
 from bettercompute.daemon.identity import IdentityStore, Issued, Machine, Purpose
 from bettercompute.daemon.inventory.host import HostRoot
 from bettercompute.daemon.join import JoinSettings, join
-from bettercompute.daemon.journal import DATABASE_NAME, JournalDatabase
+from bettercompute.daemon.journal import DATABASE_NAME
 from bettercompute.daemon.journal_files import FolderLock
-from bettercompute.daemon.journal_records import REFUSABLE, JournalFullError, JournalLimits, Write
+from bettercompute.daemon.journal_records import JournalLimits
 from bettercompute.daemon.node_round import CurrentConfig
 from bettercompute.daemon.node_round import NodeParts as DaemonParts
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.errors import BetterComputeError
 from bettercompute.pki import certificates
-from bettercompute.protocol.kinds import KINDS
+from bettercompute.protocol.statuses import Reason
+from bettercompute.testing.sim.bcd_parts import FullableDisk, PlayedHandler
 from bettercompute.testing.sim.machine import SimulatedClock, make_world
 from bettercompute.testing.sim.node import DURATIONS_S, EVENT_TYPE, NodeParts
 from bettercompute.testing.sim.process import SimulatedProcess
@@ -48,38 +49,6 @@ RESTART_S = 10.0
 
 # How many bits of a file a damage flips.
 FLIPS = (1, 1, 2, 8)
-
-
-class FullableDisk(JournalDatabase):
-    """A journal whose disk may be full."""
-
-    def __init__(self, folder: Path, *, limits: JournalLimits, full: Callable[[], bool]) -> None:
-        super().__init__(folder, limits=limits)
-        self._full = full
-
-    def apply(self, writes: Sequence[Write]) -> None:
-        """Refuse what may be refused while the disk is full; the ballast makes room for the rest."""
-        if self._full() and (not writes or any(isinstance(write, REFUSABLE) for write in writes)):
-            raise JournalFullError("the disk is full", disk=True)
-        super().apply(writes)
-
-
-@dataclass(frozen=True, slots=True)
-class PlayedHandler:
-    """A command's effect: it begins, takes its time, and has happened."""
-
-    kind: str
-    began: Callable[[HandlerContext], None]
-
-    async def run(self, context: HandlerContext) -> bytes:
-        """Run to the end, or to the cancel."""
-        self.began(context)
-        try:
-            async with asyncio.timeout(DURATIONS_S[self.kind]):
-                await context.cancelled.wait()
-        except TimeoutError:
-            return KINDS[self.kind].result().SerializeToString()
-        raise HandlerCancelled
 
 
 @dataclass(slots=True)
@@ -201,8 +170,10 @@ class BcdNode:
             await agent.run()
         except Exception as error:  # noqa: BLE001 - told to whoever looks at this node
             self.failure = f"{type(error).__name__}: {error}"
-            held = isinstance(error, BetterComputeError) and error.reason == FolderLock.HELD
-            if held and self.parts.rules is not None:
+            reason = error.reason if isinstance(error, BetterComputeError) else ""
+            if reason == Reason.REVOKED:
+                self.token = ""  # what it was good for was revoked since: only a new one helps, as the refusal says
+            if reason == FolderLock.HELD and self.parts.rules is not None:
                 self.parts.rules.met["second-daemon-refused"] += 1
         self.disk = None  # it has closed its files and given up the folder
         await asyncio.sleep(RESTART_S)
