@@ -137,7 +137,7 @@ async def list_tokens(
     limit: Limit = PAGE_ROWS,
 ) -> Page[TokenShape]:
     """List tokens, the newest first."""
-    page = await tokens.list_page(context.database, before=after, page_size=limit)
+    page = await tokens.list_page(context.database, before=after or tokens.NEWEST, page_size=limit)
     return Page(items=[token_shape(token) for token in page], next=page[-1].token_id if len(page) == limit else None)
 
 

@@ -12,6 +12,9 @@ from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import json_columns
 from bettercompute.store.database import Queries, Row, Transaction
 
+# Sorts after every id.
+NEWEST = "\uffff"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewToken:
@@ -179,7 +182,7 @@ async def get(queries: Queries, *, token_id: str) -> Token | None:
     return None if row is None else _token(row)
 
 
-async def list_page(queries: Queries, *, before: str | None = None, page_size: int) -> list[Token]:
+async def list_page(queries: Queries, *, before: str = NEWEST, page_size: int) -> list[Token]:
     """Return the next older tokens before the id `before`, newest first."""
     return [_token(row) for row in await queries.fetch("tokens.list", before=before, page_size=page_size)]
 

@@ -17,9 +17,10 @@ UPDATE idempotency_keys SET response = :response::text::jsonb WHERE principal = 
 
 -- name: idempotency.delete_old
 -- other: retention
-WITH locked AS (
-  SELECT principal, key FROM idempotency_keys
-   WHERE created_at < compute_now() - ms(:older_than_ms)
-   ORDER BY principal, key LIMIT :batch_size FOR UPDATE SKIP LOCKED)
-DELETE FROM idempotency_keys k USING locked WHERE k.principal = locked.principal AND k.key = locked.key
+WITH locked AS MATERIALIZED (
+  SELECT k.ctid AS place FROM idempotency_keys k
+   WHERE k.created_at < compute_now() - ms(:older_than_ms)
+   ORDER BY k.created_at LIMIT :batch_size FOR UPDATE SKIP LOCKED)
+-- A locked row stays where it is, so that its place finds it again.
+DELETE FROM idempotency_keys k WHERE k.ctid = ANY (ARRAY (SELECT place FROM locked))
 RETURNING k.key;

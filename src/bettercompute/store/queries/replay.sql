@@ -8,9 +8,10 @@ RETURNING jti;
 
 -- name: replay.delete_expired
 -- other: retention; kept a while past expiry for clocks that disagree
-WITH locked AS (
-  SELECT purpose, jti FROM replay_cache
-   WHERE expires_at < compute_now() - ms(:kept_after_expiry_ms)
-   ORDER BY purpose, jti LIMIT :batch_size FOR UPDATE SKIP LOCKED)
-DELETE FROM replay_cache r USING locked WHERE r.purpose = locked.purpose AND r.jti = locked.jti
+WITH locked AS MATERIALIZED (
+  SELECT r.ctid AS place FROM replay_cache r
+   WHERE r.expires_at < compute_now() - ms(:kept_after_expiry_ms)
+   ORDER BY r.expires_at LIMIT :batch_size FOR UPDATE SKIP LOCKED)
+-- A locked row stays where it is, so that its place finds it again.
+DELETE FROM replay_cache r WHERE r.ctid = ANY (ARRAY (SELECT place FROM locked))
 RETURNING r.jti;

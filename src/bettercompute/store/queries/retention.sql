@@ -18,11 +18,14 @@ RETURNING c.id;
 
 -- name: retention.approvals
 -- other: retention; who approved a batch is kept as long as the last of its commands
-WITH locked AS MATERIALIZED (
+WITH ended AS MATERIALIZED (
   SELECT a.batch_id FROM approval_batches a
   WHERE a.not_after < compute_now() - ms(:older_than_ms)
     AND NOT EXISTS (SELECT FROM commands c WHERE c.batch_id = a.batch_id)
-  ORDER BY a.batch_id LIMIT :batch_size
+  ORDER BY a.not_after LIMIT :batch_size
+), locked AS MATERIALIZED (
+  SELECT a.batch_id FROM approval_batches a WHERE a.batch_id = ANY (ARRAY (SELECT batch_id FROM ended))
+  ORDER BY a.batch_id
   FOR UPDATE SKIP LOCKED
 )
 DELETE FROM approval_batches a USING locked WHERE a.batch_id = locked.batch_id
@@ -44,10 +47,13 @@ RETURNING c.serial;
 
 -- name: retention.join_tokens
 -- other: retention of tokens that nobody can use any more, used or not
-WITH locked AS MATERIALIZED (
+WITH expired AS MATERIALIZED (
   SELECT t.token_id FROM join_tokens t
   WHERE t.expires_at < compute_now() - ms(:older_than_ms)
-  ORDER BY t.token_id LIMIT :batch_size
+  ORDER BY t.expires_at LIMIT :batch_size
+), locked AS MATERIALIZED (
+  SELECT t.token_id FROM join_tokens t WHERE t.token_id = ANY (ARRAY (SELECT token_id FROM expired))
+  ORDER BY t.token_id
   FOR UPDATE SKIP LOCKED
 )
 DELETE FROM join_tokens t USING locked WHERE t.token_id = locked.token_id
@@ -83,6 +89,7 @@ RETURNING e.seq;
 WITH locked AS MATERIALIZED (
   SELECT g.ctid AS place FROM node_event_gaps g
   WHERE g.noticed_at < compute_now() - ms(:older_than_ms)
+  ORDER BY g.noticed_at
   LIMIT :batch_size
   FOR UPDATE SKIP LOCKED
 )

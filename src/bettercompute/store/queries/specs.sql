@@ -34,7 +34,8 @@ SELECT n.node_id, n.spec_generation, n.observed_generation, n.applied_generation
   coalesce(s.issued_by, '') AS issued_by, coalesce(s.why, '') AS why, t.report, to_ms(t.received_at) AS reported_at_ms
 FROM nodes n
 LEFT JOIN node_specs s ON s.node_id = n.node_id AND s.generation = n.spec_generation
-LEFT JOIN node_status t ON t.node_id = n.node_id
+-- Not by n.node_id, whose collation is another one: then the index of node_status is of no use.
+LEFT JOIN node_status t ON t.node_id = :node_id
 WHERE n.node_id = :node_id;
 
 -- name: specs.generation

@@ -31,7 +31,7 @@ SELECT token_id, site, role, tenant_controlled, node_id, allowed_kinds, to_ms(ex
        to_ms(created_at) AS created_at_ms, created_by, to_ms(used_at) AS used_at_ms, used_node_id, used_source,
        to_ms(revoked_at) AS revoked_at_ms, revoked_by, expires_at <= compute_now() AS expired, attestor
   FROM join_tokens
- WHERE :before::text IS NULL OR token_id < :before
+ WHERE token_id < :before
  ORDER BY token_id DESC
  LIMIT :page_size;
 
