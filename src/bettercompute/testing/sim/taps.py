@@ -57,6 +57,8 @@ class FrameRules:
         """When a node's journal was lost, damaged or replaced last."""
         self._epochs: dict[str, tuple[int, int]] = {}
         """At which epoch each machine was welcomed last, and when."""
+        self._welcomed_before_ms: dict[str, int] = {}
+        """When each machine had been welcomed the time before that."""
         self.told_events: dict[tuple[str, str], dict[int, str]] = {}
         """Ids of the events that were said, by seq, of each node's journals."""
 
@@ -118,6 +120,14 @@ class FrameRules:
         back_ms = max(self._back_ms, self._forgotten.get(node_id, -1))
         return min(back_ms, self._journal_gone.get(node_id, -1)) >= since_ms
 
+    def _waited_beside_its_copy(self, node_id: str, runs: list[tuple[str, int]]) -> bool:
+        """Return whether the last run is of a machine that had heard no Welcome since a copy of its disk ran first.
+
+        It is what a sound node would be whose Welcome to the copy was lost.
+        """
+        (first, first_ms), (second, _) = ((who.rpartition("#")[0], at_ms) for who, at_ms in runs[-2:])
+        return first != second and self._welcomed_before_ms.get(second, 0) <= self.copied.get(node_id, -1) <= first_ms
+
     def began(self, node_id: str, command_id: str, kind: str, *, who: str) -> None:
         """Note that a command's effect began at a node; `who` names the process."""
         if command_id in self.forged and node_id in self.checks_signatures:
@@ -135,6 +145,9 @@ class FrameRules:
         if unseen and self._nobody_remembers(node_id, since_ms=runs[-2][1]):
             self.met["second-run-excused"] += 1
             return
+        if unseen and self._waited_beside_its_copy(node_id, runs):
+            self.met["second-run-excused"] += 1
+            return
         text = f"{command_id} ({kind}) began {len(runs)} times at {node_id}: {runs}"
         self._verdict.broken("a command runs at most once unless retry-safe", text)
 
@@ -144,6 +157,7 @@ class FrameRules:
         if welcome.epoch <= last and not self._nobody_remembers(node_id, since_ms=last_ms):
             self._verdict.broken("epochs rise", f"{machine} was welcomed at {welcome.epoch} after {last}")
         self._epochs[machine] = (welcome.epoch, self._monotonic_ms())
+        self._welcomed_before_ms[machine] = last_ms
         self._overdrawn.discard(node_id)
         for command_id in self._running.get(node_id, ()):
             row = self._ledger.row("commands", command_id)
