@@ -28,6 +28,10 @@ NO_TRANSACTION = "-- no-transaction"
 TURN_WAIT_MS = 3_600_000
 TURN_POLL_MS = 100
 
+# Two runners made the tables at the same moment, of which IF NOT EXISTS sees nothing before the commit: a key of the
+# catalogue is taken, there is such a table by now, or, between those two looks, a row type of its name.
+_MADE_MEANWHILE = frozenset({"23505", "42P07", "42710"})
+
 _FILE_NAME = re.compile(r"(?P<version>\d{4})_(?P<name>[a-z0-9_]+)\.(?P<phase>expand|contract)\.sql")
 _OWN_TABLES = """
 CREATE TABLE IF NOT EXISTS schema_migrations (
@@ -181,8 +185,7 @@ async def _create_own_tables(connection: DedicatedConnection) -> None:
         try:
             await connection.script(_OWN_TABLES)
         except StatementFailed as failure:
-            # Two runners made them at the same moment: IF NOT EXISTS does not see what is not yet committed.
-            if last or failure.sqlstate not in {"23505", "42P07"}:
+            if last or failure.sqlstate not in _MADE_MEANWHILE:
                 raise
         else:
             return

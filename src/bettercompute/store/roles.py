@@ -17,7 +17,8 @@ GATEWAY = "better_compute_gateway"
 GRANTS = Path(__file__).parent / "grants" / "gateway.sql"
 
 _EXISTS = "SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = $1) AS found"
-_DUPLICATE = "42710"
+# The name is taken, or was by somebody else at the same moment.
+_DUPLICATE = frozenset({"42710", "23505"})
 _NOT_ALLOWED = "42501"
 
 
@@ -54,7 +55,7 @@ async def _create(connection: DedicatedConnection) -> None:
     except StatementFailed as failure:
         if failure.sqlstate == _NOT_ALLOWED:
             raise _may_not(failure) from failure
-        if failure.sqlstate != _DUPLICATE:  # somebody made it meanwhile
+        if failure.sqlstate not in _DUPLICATE:  # somebody made it meanwhile
             raise
 
 

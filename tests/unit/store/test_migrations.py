@@ -67,6 +67,26 @@ async def test_two_runners_take_turns(empty_dsn, folder):
     assert sorted(map(len, done)) == [0, 0, 0, 3]
 
 
+@pytest.mark.parametrize(("sqlstate", "passes"), [("23505", True), ("42P07", True), ("42710", True), ("42601", False)])
+async def test_tables_that_another_runner_made_at_the_same_moment_are_there(
+    empty_dsn, folder, monkeypatch, sqlstate, passes
+):
+    # As PostgreSQL says it of the same CREATE TABLE IF NOT EXISTS, depending on how far the other one is.
+    real, failures = DedicatedConnection.script, [StatementFailed("raced", sqlstate=sqlstate, constraint=None)]
+
+    async def script(self, sql):
+        if sql == migrations._OWN_TABLES and failures:
+            raise failures.pop()
+        await real(self, sql)
+
+    monkeypatch.setattr(DedicatedConnection, "script", script)
+    if passes:
+        assert len(await migrations.migrate(empty_dsn, folder=folder)) == 3
+    else:
+        with pytest.raises(StatementFailed, match="raced"):
+            await migrations.migrate(empty_dsn, folder=folder)
+
+
 async def test_a_newer_schema_is_refused_by_name(empty_dsn, folder):
     await migrations.migrate(empty_dsn, folder=folder)
     (folder / "0003_drop.contract.sql").unlink()
