@@ -61,7 +61,14 @@ async def publish(transaction: Transaction, events: Sequence[NewEvent]) -> None:
 
 
 async def assign_positions(database: Database, *, batch_size: int = PUBLISH_BATCH) -> int:
-    """Number the next committed events and return how many; any number of publishers take turns."""
+    """Number the next committed events and return how many; any number of publishers take turns.
+
+    Where nothing waits no turn is taken: that would write a lock, and wait for its fsync, each second of an idle day.
+    What is committed after the look is found by the next one.
+    """
+    [waiting] = await database.fetch("outbox.any_waiting")
+    if not waiting["found"]:
+        return 0
 
     async def work(transaction: Transaction) -> int:
         [publisher] = await transaction.fetch("outbox.lock_publisher")

@@ -12,6 +12,10 @@ ON CONFLICT (id) DO NOTHING;
 -- other: a hint for the publisher or the readers
 SELECT pg_notify(:channel, :payload);
 
+-- name: outbox.any_waiting
+-- other: the publisher's look before it takes its turn
+SELECT EXISTS (SELECT FROM outbox WHERE position IS NULL) AS found;
+
 -- name: outbox.lock_publisher
 -- other: makes the publisher one; a statement of its own, so that the next one sees every row committed before
 SELECT last_position FROM outbox_publisher FOR NO KEY UPDATE;
