@@ -34,11 +34,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
 
 
+def plain_logs() -> None:
+    """Log as structlog does by itself, tracebacks without the locals of each frame: drawing them takes seconds."""
+    structlog.reset_defaults()
+    *others, _ = structlog.get_config()["processors"]
+    plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*others, plain])
+
+
+plain_logs()
+
+
 @pytest.fixture(autouse=True)
 def own_logs() -> Iterator[None]:
     """Forget where a test sent the logs: its captured stream is closed when it ends."""
     yield
-    structlog.reset_defaults()
+    plain_logs()
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,12 @@ def configure(*, level: str = "info") -> None:
     """Set up structlog once per process."""
     number = logging.getLevelNamesMapping()[level.upper()]
     terminal = sys.stderr.isatty()
+    # Plain: with every local of every frame, as rich would draw it, a traceback holds the event loop for seconds, and
+    # shows what nobody should read over somebody's shoulder.
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if terminal
+        else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[

@@ -330,7 +330,7 @@ async def test_a_join_that_is_not_half_closed_is_no_whole_request(rig, monkeypat
 async def test_an_overloaded_loop_admits_nobody(rig):
     life = rig.gateway.life
     real = life.condition
-    life.condition = lambda **kwargs: replace(real(**kwargs), loop_lag_ms=3_000)
+    life.condition = lambda **kwargs: replace(real(**kwargs), loop_lag_ms=opening.LOOP_LAG_MAX_MS + 1)
     daemon = await rig.dial(await rig.add_node("node-a"))
     assert (await refused(daemon))[:2] == (Status.UNAVAILABLE, "overloaded")
 
