@@ -40,9 +40,9 @@ class Operator:
         await asyncio.wait_for(daemon.connected(), 30)
         return daemon
 
-    async def ask(self, node_id: str, kind: str = "inventory.refresh") -> str:
+    async def ask(self, node_id: str, kind: str = "inventory.refresh", **more: int) -> str:
         """Ask for a command and return its id."""
-        made = await asyncio.to_thread(self.client.post, "/v1/commands", {"kind": kind, "nodes": [node_id]})
+        made = await asyncio.to_thread(self.client.post, "/v1/commands", {"kind": kind, "nodes": [node_id], **more})
         return str(made["commands"][0]["id"])
 
     async def until_state(self, command_id: str, state: str) -> None:
@@ -109,14 +109,8 @@ async def test_the_true_reason_in_each_case(operator: Operator) -> None:
     unable = await operator.node(profile=Profile(daemon_version="0.5.0", capabilities=()))
     reboot = await operator.ask(unable.node_id, kind="node.reboot")
 
-    later = "later"
-    await site.database.query(
-        "INSERT INTO commands (id, node_id, kind, lane, body, created_by, not_before, not_after, timeout_ms)"
-        " VALUES ($1, $2, 'inventory.refresh', 1, '', 'test', compute_now() + interval '1 hour',"
-        " compute_now() + interval '2 hours', 60000)",
-        later,
-        unable.node_id,
-    )
+    later = await operator.ask(unable.node_id, not_before_ms=3_600_000)
+    soon = await operator.ask(unable.node_id, not_before_ms=300)
 
     asked = [absent, outdated, ninth, foreign, reboot, later]
     said = dict(zip(asked, await asyncio.gather(*map(operator.why, asked)), strict=True))
@@ -128,6 +122,10 @@ async def test_the_true_reason_in_each_case(operator: Operator) -> None:
     assert codes(said[foreign]) == ["kind-not-allowed"]
     assert codes(said[reboot]) == ["capability-missing"]
     assert codes(said[later]) == ["not-before"]
+    assert "59 min" in said[later]["reasons"][0]["sentence"] or "1 h" in said[later]["reasons"][0]["sentence"]
+    await operator.until_state(soon, "succeeded")
+    ran = await asyncio.to_thread(operator.client.get, f"/v1/commands/{soon}")
+    assert ran["dispatched_at"] >= ran["asked_not_before"]
     # Between two refusals it may be on its way: the back-off doubles, so that it is soon seen waiting.
     await until(lambda: shows(operator, refused, "busy-back-off"), what="the back-off", within_s=30)
 
