@@ -36,10 +36,10 @@ class FrameRules:
         """Nodes with a daemon that judges them: the FakeDaemon believes anybody."""
         self.met: Counter[str] = Counter()
         """What faults have led to, by name: that a rule was put to the test at all."""
-        self._running: dict[str, set[str]] = {}
-        """What each node named as running in the Hello of its present stream."""
-        self._overdrawn: set[str] = set()
-        """Nodes on which something runs that has ended for the control plane: it holds a credit unknown there."""
+        self._running: dict[int, set[str]] = {}
+        """What was named as running in the Hello of each stream."""
+        self._overdrawn: set[int] = set()
+        """Streams of daemons that run what has ended for the control plane: it holds a credit unknown there."""
         self._settled: dict[int, set[str]] = {}
         """What each stream has accounted for: said in its Hello, or delivered since."""
         self._runs: dict[str, list[tuple[str, int]]] = {}
@@ -67,7 +67,7 @@ class FrameRules:
         self.frames += 1
         match frame.WhichOneof("frame"):
             case "welcome":
-                self._welcome(node_id, frame.welcome, machine=machine, stale=stream <= self._stale_streams)
+                self._welcome(node_id, frame.welcome, machine=machine, stream=stream)
             case "command":
                 self._command(node_id, frame.command, stream=stream)
             case "ack" if stream > self._stale_streams:
@@ -80,7 +80,7 @@ class FrameRules:
             case "hello":
                 hello = frame.hello
                 done = (*hello.done_ids, *(update.command_id for update in hello.done_results))
-                self._running[node_id] = set(hello.running_command_ids)
+                self._running[stream] = set(hello.running_command_ids)
                 self._settled[stream] = {*hello.running_command_ids, *done}
             case "update":
                 self._update(node_id, frame.update, stream=stream)
@@ -151,20 +151,19 @@ class FrameRules:
         text = f"{command_id} ({kind}) began {len(runs)} times at {node_id}: {runs}"
         self._verdict.broken("a command runs at most once unless retry-safe", text)
 
-    def _welcome(self, node_id: str, welcome: messages.Welcome, *, machine: str, stale: bool) -> None:
+    def _welcome(self, node_id: str, welcome: messages.Welcome, *, machine: str, stream: int) -> None:
         # Of two machines with one identity, one may hear its Welcome after the other's later one.
         last, last_ms = self._epochs.get(machine, (0, 0))
         if welcome.epoch <= last and not self._nobody_remembers(node_id, since_ms=last_ms):
             self._verdict.broken("epochs rise", f"{machine} was welcomed at {welcome.epoch} after {last}")
         self._epochs[machine] = (welcome.epoch, self._monotonic_ms())
         self._welcomed_before_ms[machine] = last_ms
-        self._overdrawn.discard(node_id)
-        for command_id in self._running.get(node_id, ()):
+        for command_id in self._running.pop(stream, ()):
             row = self._ledger.row("commands", command_id)
             if row is None or row["state"] >= TERMINAL_FROM or command_id in self._dispatch_lost:
-                self._overdrawn.add(node_id)
+                self._overdrawn.add(stream)
         session = self._ledger.row("node_sessions", node_id)
-        if not stale and (session is None or session["session_epoch"] < welcome.epoch):
+        if stream > self._stale_streams and (session is None or session["session_epoch"] < welcome.epoch):
             text = f"{node_id} was welcomed at {welcome.epoch}, the row says {session}"
             self._verdict.broken("no welcome before it is durable", text)
 
@@ -206,7 +205,8 @@ class FrameRules:
         if (
             update.state == messages.COMMAND_STATE_REJECTED
             and busy
-            and node_id not in self.busy_expected | self._overdrawn
+            and node_id not in self.busy_expected
+            and stream not in self._overdrawn
             and stream > self._stale_streams
         ):
             self._verdict.broken("credits are never exceeded", f"{node_id} had no credit left for {update.command_id}")
