@@ -110,7 +110,7 @@ class LivenessController:
                 left_ms = min(rules.GRACE_MS, last.grace_until_ms - now_ms)
                 self._watch = Watch(database_ms=last.ran_at_ms, quiet_until_ms=monotonic_ms + left_ms)
         before = self._watch
-        self._watch = watch = rules.watched(before, database_ms=now_ms, monotonic_ms=monotonic_ms)
+        watch = rules.watched(before, database_ms=now_ms, monotonic_ms=monotonic_ms)
         quiet = rules.in_grace(watch, monotonic_ms=monotonic_ms)
         if quiet and watch.quiet_until_ms != before.quiet_until_ms:
             log.warning("nobody was watching: no transitions for a while", grace_ms=rules.GRACE_MS)
@@ -118,6 +118,8 @@ class LivenessController:
         if quiet and watch.quiet_until_ms is not None:
             grace_until_ms = now_ms + watch.quiet_until_ms - monotonic_ms
         await controller_runs.record(self._database, name=NAME, holder=self._holder, grace_until_ms=grace_until_ms)
+        # Not before it could write: of a read-only standby it sees the clock, while nobody can flush an age.
+        self._watch = watch
         return watch
 
     async def _write_lost(self, decision: Decision) -> None:

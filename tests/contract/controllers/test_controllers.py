@@ -12,6 +12,7 @@ from bettercompute.controllers.outbox import OutboxController
 from bettercompute.controllers.retention import DAY_MS, RetentionController
 from bettercompute.controllers.worker import Worker
 from bettercompute.delivery.commands import CommandState
+from bettercompute.errors import Unavailable
 from bettercompute.store import liveness as store
 from bettercompute.store.sessions import SessionKey
 from bettercompute.system import SystemDice, SystemIds, system_world
@@ -129,6 +130,26 @@ async def test_nothing_is_judged_for_five_minutes_after_nobody_watched(fleet):
     await time.pass_ms(600_000)
     await controller.reconcile()
     assert await state(fleet) == ("connected", "")
+    await watch(controller, time, 280_000)
+    assert await state(fleet) == ("connected", "")
+    await watch(controller, time, 25_000)
+    assert (await state(fleet))[0] == "disconnected"
+
+
+async def test_a_standby_that_takes_no_writes_is_an_outage_although_it_tells_the_time(fleet):
+    time = Time(fleet)
+    controller = LivenessController(fleet, world=time.world, holder="worker")
+    await controller.reconcile()
+    await fleet.query(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " RAISE EXCEPTION 'cannot execute INSERT in a read-only transaction' USING ERRCODE = '25006'; END $$"
+    )
+    await fleet.query("CREATE TRIGGER refuse BEFORE INSERT ON controller_runs EXECUTE FUNCTION refuse()")
+    for _ in range(60):
+        await time.pass_ms(5_000)
+        with pytest.raises(Unavailable, match="read-only"):
+            await controller.reconcile()
+    await fleet.query("DROP TRIGGER refuse ON controller_runs")
     await watch(controller, time, 280_000)
     assert await state(fleet) == ("connected", "")
     await watch(controller, time, 25_000)
