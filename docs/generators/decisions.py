@@ -21,6 +21,7 @@ GROUPS = {
     101: "How the parts behave together",
     120: "Signed intent and the life of keys",
     133: "Delivery in time, and at rest",
+    137: "What simulations are judged by",
     140: "What relays and attestors say",
     150: "Delivery, killed and measured",
     155: "The whole, simulated and judged",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
 from bettercompute.errors import Bug
+from bettercompute.testing.sim import virtual_loop
 from bettercompute.testing.sim.process import SimulatedProcess
 from bettercompute.testing.sim.virtual_loop import VirtualLoop
 
@@ -82,6 +84,16 @@ def test_who_waits_for_nothing_is_told():
         await asyncio.Event().wait()
 
     with pytest.raises(Bug, match="waits for ever"):
+        run(live())
+
+
+def test_who_is_busy_without_end_in_one_moment_is_told(monkeypatch: pytest.MonkeyPatch):
+    async def live() -> None:
+        for _ in itertools.count():
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(virtual_loop, "TURNS_MAX", 1_000)
+    with pytest.raises(Bug, match="stands still"):
         run(live())
 
 

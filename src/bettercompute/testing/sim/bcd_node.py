@@ -95,14 +95,18 @@ class BcdNode:
         return "" if identity is None else identity.record.certificate_serial
 
     @property
+    def _disk_name(self) -> str:
+        return (self.beside or self).name
+
+    @property
     def state_dir(self) -> Path:
         """Return where the daemon keeps what it must not lose."""
-        return self.parts.folder / (self.beside or self).name / "state"
+        return self.parts.folder / self._disk_name / "state"
 
     @property
     def root(self) -> Path:
         """Return the machine as its collectors see it."""
-        return self.parts.folder / (self.beside or self).name / "root"
+        return self.parts.folder / self._disk_name / "root"
 
     @property
     def joining(self) -> bool:
@@ -195,6 +199,7 @@ class BcdNode:
         def began(context: HandlerContext) -> None:
             if rules is not None:
                 rules.began(self.node_id, context.command_id, context.kind, who=process.name)
+                rules.said.began(self.name, context.command_id)
 
         handlers: dict[str, Handler] = {kind: PlayedHandler(kind, began) for kind in DURATIONS_S}
         world = make_world(f"{self.parts.seed} {process.name}", clock=self.clock)
@@ -218,7 +223,12 @@ class BcdNode:
         if any(other is not None and other.disk is not None for other in (self.beside, self.rival)):
             assert self.parts.rules is not None, "only faults start a second daemon"
             self.parts.rules.opened_twice(self.node_id)
-        self.disk = FullableDisk(folder, limits=limits, full=lambda: self.disk_full)
+        wrote = None
+        if self.parts.rules is not None:
+            said = self.parts.rules.said
+            said.runs_on(self.name, disk=self._disk_name)
+            wrote = functools.partial(said.wrote, self._disk_name)
+        self.disk = FullableDisk(folder, limits=limits, full=lambda: self.disk_full, wrote=wrote)
         return self.disk
 
     async def _dial(self, clock: Clock, target: DialTarget) -> Connection:
@@ -306,6 +316,8 @@ class BcdNode:
     def clone(self, name: str) -> BcdNode:
         """Start another machine with a copy of its disk."""
         twin = BcdNode(name, self.node_id, self.parts, self.clock, token=self.token, boots=self.boots)
+        if self.parts.rules is not None:
+            self.parts.rules.said.copied(name, of=self.name)
         shutil.copytree(self.root, twin.root)
         shutil.copytree(
             self.state_dir,

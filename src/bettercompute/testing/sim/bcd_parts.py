@@ -15,17 +15,27 @@ from bettercompute.testing.sim.node import DURATIONS_S
 
 
 class FullableDisk(JournalDatabase):
-    """A journal whose disk may be full."""
+    """The production journal: `full` says whether there is room, `wrote` is told what has become durable."""
 
-    def __init__(self, folder: Path, *, limits: JournalLimits, full: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limits: JournalLimits,
+        full: Callable[[], bool],
+        wrote: Callable[[Sequence[Write]], None] | None,
+    ) -> None:
         super().__init__(folder, limits=limits)
         self._full = full
+        self._wrote = wrote
 
     def apply(self, writes: Sequence[Write]) -> None:
         """Refuse what may be refused while the disk is full; the ballast makes room for the rest."""
         if self._full() and (not writes or any(isinstance(write, REFUSABLE) for write in writes)):
             raise JournalFullError("the disk is full", disk=True)
         super().apply(writes)
+        if self._wrote is not None:
+            self._wrote(writes)
 
 
 @dataclass(frozen=True, slots=True)

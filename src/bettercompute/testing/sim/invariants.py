@@ -84,6 +84,8 @@ class TransactionRules:
         self._owner_of_lease: dict[str, str] = {}
         self._event_ids: dict[tuple[str, str], tuple[str, int]] = {}
         self._last_seq: dict[tuple[str, str], int] = {}
+        self._stored_once: dict[tuple[str, str], set[int]] = {}
+        """Every event that was ever stored, also by a database that is another one since."""
 
     def went_back(self) -> None:
         """Judge from now on by what the database, which is an earlier one, holds."""
@@ -112,6 +114,8 @@ class TransactionRules:
                     self._command(client, change)
                 case "node_events" if change.new is not None:
                     self._event(change)
+                case "node_event_gaps" if change.new is not None:
+                    self._gap(change.key, change.new["last_seq"])
                 case "node_certs" if change.old is not None and change.old["revoked_at"] is not None:
                     if change.new is not None and change.moved("revoked_at"):
                         self._verdict.broken("revocations last", f"{change.key[0]}: {change.old} -> {change.new}")
@@ -135,6 +139,7 @@ class TransactionRules:
             self._verdict.broken("one live session a node", f"{node_id}: {old} -> {new} in one epoch, by {client}")
         if taken:
             self._may_be_here(str(node_id), f"{node_id}: {old} -> {new} by {client}")
+            self._may_be_shown(new["cert_serial"], f"{node_id}: {old} -> {new} by {client}")
         if not any(change.moved(name) for name in ROUTING) or not client.startswith("gw"):
             return
         holder = new["gateway_id"] if new["session_epoch"] > old["session_epoch"] else old["gateway_id"]
@@ -155,6 +160,13 @@ class TransactionRules:
             node["locked_until"] is None or node["locked_until"] > self._verdict.now_ms()
         ):
             self._verdict.broken("a locked node gets no session", wrote)
+
+    def _may_be_shown(self, serial: str | None, wrote: str) -> None:
+        """Judge a new session by its certificate: one that is not on record was restored away."""
+        row = None if serial is None else self._ledger.row("node_certs", serial)
+        for fault in ("revoked", "superseded"):
+            if row is not None and row[f"{fault}_at"] is not None:
+                self._verdict.broken(f"a {fault} certificate gets no session", f"{row}: {wrote}")
 
     def _forgotten(self, node_id: str) -> None:
         left = [
@@ -191,6 +203,9 @@ class TransactionRules:
         old, new = change.old, change.new
         if new is None:
             return
+        late = old is not None and (old["state"], new["state"]) == (PENDING, DISPATCHED)
+        if late and new["not_after"] < self._verdict.now_ms():
+            self._verdict.broken("nothing is sent after its deadline", f"{change.key[0]}: {old} -> {new} by {client}")
         if old is not None:
             if old["state"] >= TERMINAL_FROM and (change.moved("state") or change.moved("reason")):
                 self._verdict.broken("a command ends once", f"{change.key[0]}: {old} -> {new} by {client}")
@@ -224,3 +239,12 @@ class TransactionRules:
         if seq <= last:
             self._verdict.broken("events are stored in order", f"{node_id} {journal_id}: {seq} after {last}")
         self._last_seq[node_id, journal_id] = max(last, seq)
+        self._stored_once.setdefault((node_id, journal_id), set()).add(seq)
+
+    def _gap(self, key: tuple[str, str, int], last: int) -> None:
+        """A daemon forgets only what was stored: what is missing is what the database has lost since."""
+        node_id, journal_id, first = key
+        never = set(range(first, last + 1)) - self._stored_once.get((node_id, journal_id), set())
+        if never:
+            text = f"{node_id} {journal_id}: {sorted(never)} of the gap {first} to {last} were never stored"
+            self._verdict.broken("no event is lost", text)

@@ -16,6 +16,7 @@ from bettercompute.transport.memory import MemoryConnection, MemoryServer
 from bettercompute.world import Clock
 
 DIAL_TIMEOUT_S = 20.0
+HANDSHAKE_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Network:
         found = self.listening.get(gateway)
         if found is None or not found.server.accepting:
             raise DialFailed(DialKind.CONNECT, f"nobody listens at {gateway}")
+        await _shakes_hands(found.process, gateway)
         connection = found.server.connect(certificate_chain=chain, address=host, latency_s=self.latency_s, clock=clock)
         self._open[connection] = Open(host, gateway, connection, (process, found.process))
         self._carry(connection)
@@ -118,3 +120,13 @@ class Network:
                 line.hold()
             elif line.held and not held:
                 line.release()
+
+
+async def _shakes_hands(process: SimulatedProcess, gateway: str) -> None:
+    """Wait for a process that stands still, whose kernel has taken the connection: TLS needs an answer of its own."""
+    waited_s = 0.0
+    while process.paused:
+        if waited_s >= DIAL_TIMEOUT_S:
+            raise DialFailed(DialKind.TIMEOUT, f"{gateway} did not answer within {DIAL_TIMEOUT_S:g} s")
+        await asyncio.sleep(HANDSHAKE_LOOK_S)
+        waited_s += HANDSHAKE_LOOK_S

@@ -27,19 +27,25 @@ async def node_locked(stage: Stage, for_s: float) -> None:
     node = stage.rng.choice(stage.nodes)
     ttl_ms = int(for_s * 1000) if stage.rng.random() < 0.5 else None
 
-    async def lock(transaction: Transaction) -> None:
-        await standing.lock(transaction, node_id=node.node_id, ttl_ms=ttl_ms, locked_by=OPERATOR, reason="a simulation")
-
     async def unlock(transaction: Transaction) -> None:
         await standing.unlock(transaction, node_id=node.node_id)
 
-    await _said(stage, node, lock, again=False)  # it may hold although nobody heard so: unlocked in any case
+    await lock(stage, node, ttl_ms=ttl_ms)  # it may hold although nobody heard so: unlocked in any case
     stage.tell(
         f"{node.node_id} is locked, {'until it is unlocked' if ttl_ms is None else 'with an end'}: {for_s:.1f} s"
     )
     await asyncio.sleep(for_s)
     if ttl_ms is None and await _said(stage, node, unlock):
         stage.tell(f"{node.node_id} is unlocked")
+
+
+async def lock(stage: Stage, node: Node, *, ttl_ms: int | None) -> bool:
+    """Lock a node, and return whether that is known to have been done."""
+
+    async def act(transaction: Transaction) -> None:
+        await standing.lock(transaction, node_id=node.node_id, ttl_ms=ttl_ms, locked_by=OPERATOR, reason="a simulation")
+
+    return await _said(stage, node, act, again=False)
 
 
 async def unlock_all(stage: Stage) -> None:

@@ -5,10 +5,34 @@ Liveness is judged apart from safety: while faults go on nobody is promised anyt
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
+from bettercompute.store.waiting import ABANDONED_REASON
 from bettercompute.testing.sim.invariants import TERMINAL_FROM
 from bettercompute.testing.sim.stage import Stage
+
+LOOK_EVERY_S = 5.0
+
+
+async def settle(stage: Stage, *, after: str) -> float | None:
+    """Wait until everything has come true, and return how long that took; None: a promise was broken.
+
+    `after` says what it was that everybody recovers from.
+    """
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    left: list[tuple[str, str]] = []
+    while loop.time() - began_s < stage.scenario.phases.settle_s:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if stage.verdict.violations:
+            return None
+        left = unsettled(stage)
+        if not left:
+            return loop.time() - began_s
+    for rule, text in left:
+        stage.verdict.broken(rule, f"{text}, {stage.scenario.phases.settle_s:g} s after {after}")
+    return None
 
 
 def unsettled(stage: Stage) -> list[tuple[str, str]]:
@@ -31,9 +55,13 @@ def _nodes(stage: Stage) -> Iterator[tuple[str, str]]:
 
 
 def _commands(stage: Stage) -> Iterator[tuple[str, str]]:
-    for command_id, row in sorted(stage.ledger.rows["commands"].items()):
+    for (command_id,), row in sorted(stage.ledger.rows["commands"].items()):
         if row["state"] < TERMINAL_FROM:
-            yield "every command ends", f"{command_id[0]}: {row}"
+            yield "every command ends", f"{command_id}: {row}"
+        elif row["reason"] != ABANDONED_REASON:
+            said = stage.frames.lost_end(command_id, row["node_id"], state=row["state"])
+            if said is not None:
+                yield "what a node said of an end is stored", f"{command_id}: {said}, the row says {row}"
 
 
 def _events(stage: Stage) -> Iterator[tuple[str, str]]:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bettercompute.errors import Bug
 from bettercompute.gateway.config import GatewayConfig
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.store import channels
 from bettercompute.store.limits import SERVER_LIMITS
 from bettercompute.testing.postgres import MEMORY
-from bettercompute.testing.sim import ledger, operator_faults, settling, work
+from bettercompute.testing.sim import ledger, operator_faults, proving, settling, work
 from bettercompute.testing.sim.bcd_node import BcdNode
 from bettercompute.testing.sim.cluster import Cluster
 from bettercompute.testing.sim.fake_node import FakeNode
@@ -46,7 +47,6 @@ CHANNELS = (
     channels.GATEWAYS,
     ledger.CHANNEL,
 )
-LOOK_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,11 +228,16 @@ async def _phases(stage: Stage) -> float | None:
     await _while_sound(stage, asyncio.sleep(phases.faults_s))
     for task in (*befalling, *working):
         task.cancel()
-    await asyncio.gather(*befalling, *working, return_exceptions=True)
+    for came in await asyncio.gather(*befalling, *working, return_exceptions=True):
+        if isinstance(came, Exception):
+            raise Bug("what befalls the simulation, or works in it, has ended by itself") from came
     if stage.verdict.violations:
         return None
     stage.tell("no more faults")
-    return await _settle(stage)
+    settled_s = await _settle(stage)
+    if settled_s is not None:
+        await proving.prove(stage)
+    return settled_s
 
 
 async def _while_sound(stage: Stage, lasting: Coroutine[Any, Any, None]) -> None:
@@ -257,24 +262,12 @@ async def _befall(stage: Stage, plan: FaultPlan) -> None:
 
 
 async def _settle(stage: Stage) -> float | None:
-    loop = asyncio.get_running_loop()
     if stage.running_faults:
         await asyncio.wait(stage.running_faults)
     await operator_faults.unlock_all(stage)
     for node in stage.nodes:
         await stage.mend(node)
-    began_s = loop.time()
-    left: list[tuple[str, str]] = []
-    while loop.time() - began_s < stage.scenario.phases.settle_s:
-        await asyncio.sleep(LOOK_EVERY_S)
-        if stage.verdict.violations:
-            return None
-        left = settling.unsettled(stage)
-        if not left:
-            return loop.time() - began_s
-    for rule, text in left:
-        stage.verdict.broken(rule, f"{text}, {stage.scenario.phases.settle_s:g} s after the last fault")
-    return None
+    return await settling.settle(stage, after="the last fault")
 
 
 async def _bury(stage: Stage) -> None:

@@ -12,6 +12,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS
 from bettercompute.testing.sim.invariants import PENDING, TERMINAL_FROM, Verdict
 from bettercompute.testing.sim.ledger import Ledger
+from bettercompute.testing.sim.said import End, SaidRules
 from bettercompute.transport.calls import NO_METADATA, CallEnded, ClientCall, Signal
 from bettercompute.transport.client import unary_on
 from bettercompute.transport.memory import MemoryConnection
@@ -23,6 +24,7 @@ class FrameRules:
     def __init__(self, ledger: Ledger, verdict: Verdict, *, monotonic_ms: Callable[[], int]) -> None:
         self.frames = 0
         self.streams = 0
+        self.said = SaidRules(ledger, verdict, monotonic_ms=monotonic_ms)
         self._monotonic_ms = monotonic_ms
         self._ledger = ledger
         self._verdict = verdict
@@ -73,9 +75,10 @@ class FrameRules:
             case "ack" if stream > self._stale_streams:
                 self._ack(node_id, frame.ack)
 
-    def sent(self, node_id: str, frame: messages.AgentFrame, *, stream: int) -> None:
+    def sent(self, node_id: str, frame: messages.AgentFrame, *, stream: int, machine: str) -> None:
         """Judge what a node says."""
         self.frames += 1
+        self.said.sent(node_id, frame, machine=machine)
         match frame.WhichOneof("frame"):
             case "hello":
                 hello = frame.hello
@@ -103,10 +106,12 @@ class FrameRules:
     def journal_gone(self, node_id: str) -> None:
         """Note that a node does not remember what it did: where the database does not either, nobody does."""
         self._journal_gone[node_id] = self._monotonic_ms()
+        self.said.memory_gone(node_id)
 
     def forgotten(self, node_id: str) -> None:
         """Note that the database knows nothing of a node any more."""
         self._forgotten[node_id] = self._monotonic_ms()
+        self.said.memory_gone(node_id)
 
     def went_back(self) -> None:
         """Note that the database is an earlier one from now on."""
@@ -114,6 +119,11 @@ class FrameRules:
         self._stale_streams = self.streams
         waiting = {key for (key,), row in self._ledger.rows["commands"].items() if row["state"] == PENDING}
         self._dispatch_lost = waiting & self._unseen.keys()
+
+    def lost_end(self, command_id: str, node_id: str, *, state: int) -> End | None:
+        """Return the end that a node has said of a command which is stored with another one, if somebody remembers."""
+        back_ms = max(self._back_ms, self._forgotten.get(node_id, -1))
+        return self.said.lost_end(command_id, node_id, state=state, since_ms=back_ms)
 
     def _nobody_remembers(self, node_id: str, *, since_ms: int) -> bool:
         """Return whether both the database and the node's journal have lost what was at this time."""
@@ -234,7 +244,8 @@ class TappedCall:
     def send(self, message: bytes) -> None:
         """Send."""
         self._call.send(message)
-        self._rules.sent(self._node_id, messages.AgentFrame.FromString(message), stream=self._stream)
+        frame = messages.AgentFrame.FromString(message)
+        self._rules.sent(self._node_id, frame, stream=self._stream, machine=self._machine)
 
     async def receive(self) -> bytes | None:
         """Receive."""

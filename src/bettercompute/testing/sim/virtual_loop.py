@@ -26,6 +26,8 @@ Ts = TypeVarTuple("Ts")
 START_S = 1_000.0
 # Above a float's step at a year of virtual seconds, far below a millisecond: a smaller one would loop for ever.
 RESOLUTION_S = 1e-6
+# Far above what ten thousand nodes do in one moment; whoever does more waits for something that only time can bring.
+TURNS_MAX = 200_000
 
 _Coroutine: TypeAlias = Coroutine[Any, Any, T] | Generator[Any, None, T]
 
@@ -57,6 +59,8 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.jump: Callable[[float | None], None] = lambda _: None
+        self._turns = 0
+        """Of the loop, since its clock jumped last."""
         self._files = selectors.SelectSelector()
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -69,8 +73,12 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._files.get_map()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._turns += 1
         if timeout != 0:
+            self._turns = 0
             self.jump(timeout)
+        elif self._turns > TURNS_MAX:
+            raise Bug(f"the simulation's clock stands still: {self._turns} turns of the loop in one moment")
         return []
 
     def close(self) -> None:

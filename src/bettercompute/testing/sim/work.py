@@ -46,11 +46,19 @@ async def enqueue_for_ever(stage: Stage) -> None:
                 stage.operator_process.spawn(_cancel_later(stage, command_id))
 
 
-async def enqueue(stage: Stage, node_id: str, command_id: str, *, kind: str, forged: bool = False) -> None:
+async def enqueue(
+    stage: Stage,
+    node_id: str,
+    command_id: str,
+    *,
+    kind: str,
+    forged: bool = False,
+    within_ms: tuple[int, int] = NOT_AFTER_MS,
+) -> None:
     """Enqueue a command as the API does, signed where intent is; `forged`: without the signature."""
     known = KINDS[kind]
     now_ms = stage.server.now_ms()
-    not_after_ms = now_ms + int(stage.rng.uniform(*NOT_AFTER_MS))
+    not_after_ms = now_ms + int(stage.rng.uniform(*within_ms))
     async with stage.operator.transaction() as transaction:
         [seq] = await commands.draw_seqs(transaction, count=1)
         body = messages.CommandBody(
@@ -87,16 +95,21 @@ async def enqueue(stage: Stage, node_id: str, command_id: str, *, kind: str, for
 async def _cancel_later(stage: Stage, command_id: str) -> None:
     await asyncio.sleep(stage.rng.uniform(0, 30))
     try:
-        async with stage.operator.transaction() as transaction:
-            await commands.request_cancel(
-                transaction,
-                command_ids=[command_id],
-                requested_by="operator",
-                draw_id=stage.world.ids.uuid7,
-                event_type=telemetry.EVENT_COMMAND_FINISHED,
-            )
+        await cancel(stage, command_id)
     except BetterComputeError as error:
         stage.tell(f"{command_id} was not cancelled: {error.message}")
+
+
+async def cancel(stage: Stage, command_id: str) -> None:
+    """Cancel a command as the API does."""
+    async with stage.operator.transaction() as transaction:
+        await commands.request_cancel(
+            transaction,
+            command_ids=[command_id],
+            requested_by="operator",
+            draw_id=stage.world.ids.uuid7,
+            event_type=telemetry.EVENT_COMMAND_FINISHED,
+        )
 
 
 async def abandon_for_ever(stage: Stage) -> None:
@@ -137,10 +150,15 @@ async def specs_for_ever(stage: Stage) -> None:
         await asyncio.sleep(stage.rng.expovariate(1 / every_s))
         node_id = stage.rng.choice(stage.nodes).node_id
         try:
-            async with stage.operator.transaction() as transaction:
-                await _desire(stage, transaction, node_id=node_id)
+            await desire(stage, node_id=node_id)
         except BetterComputeError as error:
             stage.tell(f"nothing new is desired of {node_id}: {error.message}")
+
+
+async def desire(stage: Stage, *, node_id: str) -> None:
+    """Desire something else of a node."""
+    async with stage.operator.transaction() as transaction:
+        await _desire(stage, transaction, node_id=node_id)
 
 
 async def _desire(stage: Stage, transaction: Transaction, *, node_id: str) -> None:
