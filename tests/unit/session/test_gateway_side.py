@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, asdict, replace
 from hashlib import sha256
 from typing import get_args
 
@@ -33,7 +33,7 @@ from bettercompute.session.effects import (
     RequestSpec,
     SendFrame,
 )
-from bettercompute.session.gateway_state import DispatchDemand, GatewaySession
+from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, changed
 from bettercompute.session.hello_plan import CommandInFlight, HeldCommand, HelloFacts, HelloPlan, NodeFacts
 from tests.unit.session.world_in_memory import NODE_ID, START_MS, certificate_facts, empty_row, gateway_facts
 
@@ -588,3 +588,15 @@ def test_held_commands_that_the_session_may_not_carry_stay_held() -> None:
     state, _ = step(session(signed_only=True), inputs.CommandsMarked((*full, marked(9), marked(10, signature=b"s"))))
     state, _ = received(state, update=messages.CommandUpdate(command_id="c-1", state=messages.COMMAND_STATE_SUCCEEDED))
     assert demand(state).lanes[0].held == ("c-10",)
+
+
+def test_a_changed_copy_is_what_replacing_gives() -> None:
+    before = session()
+    fields = asdict(before)
+    after = changed(before, next_event_seq=99, ending=frozenset({"c-1"}))
+    assert after == replace(before, next_event_seq=99, ending=frozenset({"c-1"}))
+    assert asdict(before) == fields
+    with pytest.raises(TypeError, match="no next_seq"):
+        changed(before, next_seq=1)
+    with pytest.raises(FrozenInstanceError):
+        after.closed = True  # type: ignore[misc]
