@@ -23,9 +23,9 @@ GRANT INSERT (node_id, type, source, status, reason, message, changed_at) ON nod
 GRANT SELECT (node_id, type, source, status, reason, message, changed_at) ON node_conditions TO better_compute_gateway;
 GRANT UPDATE (status, reason, message, changed_at, updated_at) ON node_conditions TO better_compute_gateway;
 GRANT INSERT (node_id, journal_id, first_seq, last_seq) ON node_event_gaps TO better_compute_gateway;
-GRANT SELECT (node_id, journal_id, last_seq) ON node_event_gaps TO better_compute_gateway;
+GRANT SELECT (node_id, journal_id, first_seq, last_seq) ON node_event_gaps TO better_compute_gateway;
 GRANT INSERT (node_id, journal_id, seq, event_id, type, occurred_at, recovered, payload) ON node_events TO better_compute_gateway;
-GRANT SELECT (node_id, journal_id, seq) ON node_events TO better_compute_gateway;
+GRANT SELECT (node_id) ON node_events TO better_compute_gateway;
 GRANT DELETE ON node_labels TO better_compute_gateway;
 GRANT INSERT (node_id, source, key, value) ON node_labels TO better_compute_gateway;
 GRANT SELECT (node_id, source, key) ON node_labels TO better_compute_gateway;

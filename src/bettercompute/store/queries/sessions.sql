@@ -125,19 +125,20 @@ WITH taken AS (
   SET status = excluded.status, reason = excluded.reason, message = excluded.message, updated_at = compute_now(),
     changed_at = CASE WHEN d.status = excluded.status THEN d.changed_at ELSE compute_now() END
 ), gap AS (
-  -- What is stored, or known to be missing, is none of it: a node that was forgotten begins at 1 again, its events stay.
+  -- A node that was forgotten begins at 1 again: what is known to be missing from there on is told no second time, and
+  -- does not hide what is missing behind it.
   INSERT INTO node_event_gaps (node_id, journal_id, first_seq, last_seq)
-  SELECT known.node_id, :journal_id, known.first_seq, :gap_last_seq::bigint
-  FROM (
-    SELECT taken.node_id, greatest(
-      :gap_first_seq::bigint,
-      (SELECT max(e.seq) + 1 FROM node_events e WHERE e.node_id = taken.node_id AND e.journal_id = :journal_id),
-      (SELECT max(g.last_seq) + 1 FROM node_event_gaps g WHERE g.node_id = taken.node_id AND g.journal_id = :journal_id)
-    ) AS first_seq
-    FROM taken WHERE :gap_first_seq::bigint IS NOT NULL
+  SELECT taken.node_id, :journal_id, known.first_seq, :gap_last_seq::bigint
+  FROM taken CROSS JOIN LATERAL (
+    WITH RECURSIVE told_gaps (next_seq) AS (
+      SELECT :gap_first_seq::bigint
+      UNION ALL
+      SELECT g.last_seq + 1 FROM told_gaps AS t JOIN node_event_gaps g
+        ON g.node_id = taken.node_id AND g.journal_id = :journal_id AND g.first_seq = t.next_seq
+    )
+    SELECT max(next_seq) AS first_seq FROM told_gaps
   ) AS known
   WHERE known.first_seq <= :gap_last_seq::bigint
-  ON CONFLICT DO NOTHING
 ), told AS (
   INSERT INTO outbox (id, type, node_id, payload)
   SELECT u.id, u.type, taken.node_id, u.payload::jsonb
