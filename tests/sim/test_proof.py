@@ -16,7 +16,7 @@ from bettercompute.gateway.session import LiveSession
 from bettercompute.session import daemon_beats, daemon_commands, effects, gateway_side, liveness
 from bettercompute.session.effects import JournalWrite
 from bettercompute.session.inputs import DrainRequested, Locked, Revoked
-from bettercompute.testing.sim.scenario import FaultPlan, Fleet, Phases, Scenario, Work
+from bettercompute.testing.sim.scenario import FaultPlan, Fleet, Phases, Scenario, Times, Work
 from tests.sim import totals
 from tests.sim.conftest import Run
 
@@ -35,7 +35,12 @@ def small(*faults: FaultPlan) -> Scenario:
 
 
 QUIET = small()
-CUTS = small(FaultPlan(kind="connection-loss", every_s=1))
+# What is under way when a connection is lost: often, on long ways.
+CUTS = replace(
+    small(FaultPlan(kind="connection-loss", every_s=1.5)),
+    times=Times(network_ms=(50, 400), database_ms=(50, 300)),
+    work=Work(command_every_s=1, event_every_s=0.3),
+)
 
 
 def not_given(patch: Patch, *kinds: type) -> None:
@@ -118,7 +123,8 @@ def results_forgotten_when_sent(patch: Patch) -> Scenario:
         return replace(state, entries=entries), said
 
     patch.setattr(daemon_commands, "_finished", finished)
-    return CUTS
+    # Only of a kind that may not run twice is more than time lost, and few of those end in one run.
+    return replace(CUTS, phases=replace(CUTS.phases, faults_s=90), work=Work(command_every_s=2, cancel_share=0))
 
 
 BREAKINGS = [
