@@ -162,9 +162,9 @@ def _show(outcome: Outcome, *, json: bool) -> None:
 
 
 def _seeds(text: str) -> range:
-    first, _, last = text.partition("..")
+    first, dots, last = text.partition("..")
     try:
-        seeds = range(int(first), int(last or first) + 1)
+        seeds = range(int(first), int(last if dots else first) + 1)
     except ValueError:
         raise refuse(Reason.BAD_REQUEST, f"{text!r} is no seed: a number, or a range like 1..200") from None
     if not seeds:

@@ -110,6 +110,7 @@ def test_a_broken_promise_says_how_to_see_it_again(tiny: str, monkeypatch: pytes
     [
         (["run", "--seed", "seven"], "'seven' is no seed"),
         (["run", "--seed", "9..3"], "has no seed in it"),
+        (["run", "--seed", "9.."], "'9..' is no seed"),
         (["run", "--scenario", "earthquake"], "no scenario 'earthquake'"),
         (["run", "--scenario", "/none/at.toml"], "cannot be read"),
         (["herd", "--story", "siege"], "no story 'siege'"),

@@ -95,6 +95,18 @@ async def worker_crash(stage: Stage, for_s: float) -> None:
     stage.cluster.start_worker(host)
 
 
+async def worker_pause(stage: Stage, for_s: float) -> None:
+    """SIGSTOP a worker, and SIGCONT it: what it has read is old by then, and another one may have gone on."""
+    host = stage.rng.choice(stage.workers)
+    process = host.process
+    if process is None or process.paused:
+        return
+    stage.tell(f"{host.name} is paused, for {for_s:.1f} s")
+    process.pause()
+    await asyncio.sleep(for_s)
+    process.go_on()
+
+
 async def partition(stage: Stage, for_s: float) -> None:
     """Stop what one node and one gateway say to each other, in one direction or both."""
     node, host = stage.rng.choice(stage.nodes), stage.rng.choice(stage.gateways)
@@ -146,6 +158,7 @@ FAULTS: Mapping[str, Fault] = {
     "gateway-drain": gateway_drain,
     "gateway-partition": gateway_partition,
     "worker-crash": worker_crash,
+    "worker-pause": worker_pause,
     "node-crash": node_faults.node_crash,
     "node-pause": node_faults.node_pause,
     "journal-lost": node_faults.journal_lost,
