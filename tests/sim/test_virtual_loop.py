@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from collections.abc import Coroutine
 from typing import Any
 
@@ -95,6 +96,24 @@ def test_who_is_busy_without_end_in_one_moment_is_told(monkeypatch: pytest.Monke
     monkeypatch.setattr(virtual_loop, "TURNS_MAX", 1_000)
     with pytest.raises(Bug, match="stands still"):
         run(live())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_simulation_between_two_turns(number: signal.Signals):
+    turns: list[str] = []
+
+    async def live() -> None:
+        await asyncio.sleep(1)
+        signal.raise_signal(number)
+        turns.append("this one comes to its end")
+        await asyncio.sleep(1)
+        turns.append("none after it")
+
+    before = signal.getsignal(number)
+    with virtual_loop.interruptible(), pytest.raises(KeyboardInterrupt):
+        run(live())
+    assert turns == ["this one comes to its end"]
+    assert signal.getsignal(number) is before
 
 
 def test_a_thread_takes_what_a_disk_takes():

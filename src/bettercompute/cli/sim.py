@@ -74,7 +74,7 @@ def _herd(
     *, nodes: int, gateways: int, rate: float, max_streams: int, story: str, seed: int, svg: Path | None
 ) -> HerdOutcome:
     from bettercompute.testing.sim import herd as herds
-    from bettercompute.testing.sim import picture
+    from bettercompute.testing.sim import picture, virtual_loop
 
     if story not in herds.STORIES:
         raise refuse(Reason.BAD_REQUEST, f"no story {story!r}: {', '.join(herds.STORIES)}")
@@ -88,7 +88,7 @@ def _herd(
     )
     if svg is not None:
         svg.touch()  # where it cannot be written, that is told now and not after minutes
-    with _server() as server:
+    with _server() as server, virtual_loop.interruptible():
         outcome = herds.run(wanted, dsn=server.create_database())
     if svg is not None:
         svg.write_text(picture.svg(outcome))
@@ -127,11 +127,11 @@ def run(
 
 def _run(seed: str, *, scenario: str, json: bool) -> list[int]:
     from bettercompute.testing.sim import scenario as scenarios
-    from bettercompute.testing.sim import simulation
+    from bettercompute.testing.sim import simulation, virtual_loop
 
     chosen, seeds = scenarios.load(scenario), _seeds(seed)
     failed: list[int] = []
-    with _server() as server:
+    with _server() as server, virtual_loop.interruptible():
         for number in seeds:
             dsn = server.create_database()
             outcome = simulation.run(chosen, seed=number, dsn=dsn)

@@ -10,10 +10,12 @@ between any two of them. See docs/simulator.md, "Virtual time".
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import selectors
-from collections.abc import Callable, Coroutine, Generator, Mapping
+import signal
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from concurrent.futures import Executor
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
@@ -30,6 +32,32 @@ RESOLUTION_S = 1e-6
 TURNS_MAX = 200_000
 
 _Coroutine: TypeAlias = Coroutine[Any, Any, T] | Generator[Any, None, T]
+
+
+class _Interruption:
+    """Whether somebody wants every simulation of this process to end."""
+
+    wanted = False
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Have SIGINT and SIGTERM end what is simulated in this block, between two turns of its loop.
+
+    Python would raise anywhere: amid a task, which then looks as if its process had a fault, or amid the driver.
+    """
+
+    def want(*_: object) -> None:
+        _Interruption.wanted = True
+
+    _Interruption.wanted = False
+    before = {number: signal.signal(number, want) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        _Interruption.wanted = False
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class NumberedTask(asyncio.Task[T]):
@@ -73,6 +101,8 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._files.get_map()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if _Interruption.wanted:
+            raise KeyboardInterrupt
         self._turns += 1
         if timeout != 0:
             self._turns = 0
