@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bettercompute.gateway.revocation import RevocationFeed
+from bettercompute.gateway.server_time import ServerTime
 from bettercompute.protocol.statuses import PUSHBACK_TRAILER, Status
-from bettercompute.store import certificates, nodes, standing
+from bettercompute.store import certificates, nodes, sessions, standing
 from bettercompute.store.database import Transaction
+from bettercompute.testing.postgres import move_clock
 from tests.contract.gateway import seed
 from tests.contract.gateway.rig import Rig
 
@@ -143,6 +146,26 @@ async def test_a_revocation_ends_the_session_of_a_certificate_that_is_not_record
     status, reason, message = await again.end()
     assert (status, reason) == (Status.UNAUTHENTICATED, "revoked")
     assert message.startswith("node node-a was revoked by ops: stolen; cure: re-join")
+
+
+async def test_a_revocation_is_seen_although_the_newest_one_lies_ahead(rig: Rig) -> None:
+    """As after a step of the database's clock: what was revoked while it lay ahead must not hide what follows."""
+    time = ServerTime(rig.world.clock)
+    feed = RevocationFeed(rig.database, server_time=time, world=rig.world)
+
+    async def revoked(node_id: str, serial: str) -> bool:
+        await seed.add_node(rig.database, node_id)
+        await seed.add_certificate(rig.database, node_id, serial=serial)
+        await revoke(rig, node_id)
+        time.read(await sessions.server_time_ms(rig.database))
+        await feed.read()
+        return feed.notice(serial) is not None
+
+    assert await revoked("node-a", "aa")
+    await move_clock(rig.database, offset_ms=120_000)
+    assert await revoked("node-b", "bb")
+    await move_clock(rig.database, offset_ms=0)
+    assert await revoked("node-c", "cc")
 
 
 async def test_a_rejoined_node_is_served_however_old_the_picture_of_the_gateway(rig: Rig) -> None:
