@@ -110,7 +110,7 @@ class RevocationFeed:
         """Read what is new, or everything when the last whole reading is a minute old; end the sessions concerned."""
         now_ms = self._world.clock.monotonic_ms()
         whole = self._reloaded_at_ms is None or now_ms - self._reloaded_at_ms >= RELOAD_MS
-        # The newest may lie ahead, written while the database's clock did: what comes after it now must not wait for that.
+        # The newest may lie ahead, written while the database's clock did: what comes now must not wait for that.
         newest_ms = min(self._newest_ms, self._server_time.now_ms())
         since_ms = 0 if whole else max(0, newest_ms - OVERLAP_MS)
         rows = await certificates.revoked_since(self._database, since_ms=since_ms)
