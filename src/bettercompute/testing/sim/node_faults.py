@@ -87,14 +87,14 @@ async def revocation(stage: Stage, for_s: float) -> None:
         return
     stage.tell(f"{node.node_id} is revoked, and joins anew after {for_s:.1f} s")
     try:
-        await revoke_certificates(stage, node.node_id, generation=row["identity_generation"])
+        await _revoke_certificates(stage, node.node_id, generation=row["identity_generation"])
     except BetterComputeError:
         return
     await asyncio.sleep(for_s)
     await stage.mend(node)
 
 
-async def revoke_certificates(stage: Stage, node_id: str, *, generation: int) -> None:
+async def _revoke_certificates(stage: Stage, node_id: str, *, generation: int) -> None:
     """Revoke the certificates of a node's identity generation."""
     async with stage.operator.transaction() as transaction:
         await nodes.lock_session(transaction, node_id=node_id)

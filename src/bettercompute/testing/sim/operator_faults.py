@@ -63,7 +63,7 @@ async def unlock_all(stage: Stage) -> None:
 async def node_revoked(stage: Stage, for_s: float) -> None:
     """Revoke a node, which joins anew later."""
     node = stage.rng.choice(stage.nodes)
-    if not await _revoked(stage, node):
+    if not await revoke(stage, node):
         return
     stage.tell(f"{node.node_id} is revoked as a node, and joins anew after {for_s:.1f} s")
     await asyncio.sleep(for_s)
@@ -73,7 +73,7 @@ async def node_revoked(stage: Stage, for_s: float) -> None:
 async def node_forgotten(stage: Stage, for_s: float) -> None:
     """Revoke a node and forget it once it has no session; later it joins as a new one, with the disk that it has."""
     node = stage.rng.choice(stage.nodes)
-    if not await _revoked(stage, node):
+    if not await revoke(stage, node):
         return
     stage.tell(f"{node.node_id} is revoked, to be forgotten")
     notice = standing_rules.forgotten_notice(node.node_id, by=OPERATOR).SerializeToString()
@@ -122,7 +122,8 @@ async def unsigned_intent(stage: Stage, for_s: float) -> None:
     stage.tell(f"{command_id} for {node.node_id} is signed by nobody")
 
 
-async def _revoked(stage: Stage, node: Node) -> bool:
+async def revoke(stage: Stage, node: Node) -> bool:
+    """Revoke a node, and return whether that is known to have been done."""
     notice = standing_rules.revoked_notice(node.node_id, Revocation(by=OPERATOR, reason="a simulation"))
 
     async def revoke(transaction: Transaction) -> None:
