@@ -49,3 +49,15 @@ def commit() -> str:
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or "unknown"
+
+
+# A simulated day is nine minutes of one core, and more where others share it.
+LONG_TIMEOUT_S = 3_600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the long simulations of this folder their time."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
