@@ -121,7 +121,12 @@ class FrameRules:
         self._dispatch_lost = waiting & self._unseen.keys()
 
     def lost_end(self, command_id: str, node_id: str, *, state: int) -> End | None:
-        """Return the end that a node has said of a command which is stored with another one, if somebody remembers."""
+        """Return the end that a node has said of a command which is stored with another one, if somebody remembers.
+
+        What a database that became an earlier one takes for unsent may expire before the node's word gets through.
+        """
+        if command_id in self._dispatch_lost:
+            return None
         back_ms = max(self._back_ms, self._forgotten.get(node_id, -1))
         return self.said.lost_end(command_id, node_id, state=state, since_ms=back_ms)
 
