@@ -34,6 +34,19 @@ def test_a_back_off_is_bounded(refusals: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("not_before_ms", "early"),
+    [
+        (0, False),
+        (1_000_000, False),
+        (1_000_000 + busy.EARLY_ALLOWED_MS, False),
+        (1_000_001 + busy.EARLY_ALLOWED_MS, True),
+    ],
+)
+def test_how_early_is_too_early(not_before_ms: int, *, early: bool) -> None:
+    assert busy.too_early(not_before_ms=not_before_ms, time_ms=1_000_000) is early
+
+
+@pytest.mark.parametrize(
     ("lane", "done", "full", "why"),
     [
         (DaemonLane(credits=1), 0, False, None),
