@@ -7,6 +7,7 @@ itself: what was killed is started again, what was cut off is reachable again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 
 from bettercompute.errors import BetterComputeError
@@ -70,18 +71,10 @@ async def gateway_drain(stage: Stage, for_s: float) -> None:
         return
     name = host.gateway.gateway_id
     stage.tell(f"{name} is to drain, for {for_s:.1f} s")
-    try:
+    with contextlib.suppress(BetterComputeError):  # it may hold although nobody heard so: undone in any case
         await leases.request_drain(stage.operator, name=name, requested_by="operator")
-    except BetterComputeError:
-        return
     await asyncio.sleep(for_s)
-    while True:
-        try:
-            await leases.undo_drain(stage.operator, name=name)
-        except BetterComputeError:
-            await asyncio.sleep(5)
-        else:
-            return
+    await operator_faults.undo_drain(stage, name)
 
 
 async def worker_crash(stage: Stage, for_s: float) -> None:

@@ -6,7 +6,7 @@ the virtual time and the transaction, and ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bettercompute.session.liveness import GRACE_MS, OUTAGE_MS
@@ -86,6 +86,9 @@ class TransactionRules:
         self._last_seq: dict[tuple[str, str], int] = {}
         self._stored_once: dict[tuple[str, str], set[int]] = {}
         """Every event that was ever stored, also by a database that is another one since."""
+        self.told_events: Mapping[tuple[str, str], Mapping[int, str]] = {}
+        """Ids of the events that nodes have said, by seq, of each journal."""
+        self._ids_stored_once: set[tuple[str, str]] = set()
 
     def went_back(self) -> None:
         """Judge from now on by what the database, which is an earlier one, holds."""
@@ -240,11 +243,17 @@ class TransactionRules:
             self._verdict.broken("events are stored in order", f"{node_id} {journal_id}: {seq} after {last}")
         self._last_seq[node_id, journal_id] = max(last, seq)
         self._stored_once.setdefault((node_id, journal_id), set()).add(seq)
+        self._ids_stored_once.add((node_id, new["event_id"]))
 
     def _gap(self, key: tuple[str, str, int], last: int) -> None:
         """A daemon forgets only what was stored: what is missing is what the database has lost since."""
         node_id, journal_id, first = key
-        never = set(range(first, last + 1)) - self._stored_once.get((node_id, journal_id), set())
+        told = self.told_events.get((node_id, journal_id), {})
+        never = {
+            seq
+            for seq in set(range(first, last + 1)) - self._stored_once.get((node_id, journal_id), set())
+            if (node_id, told.get(seq)) not in self._ids_stored_once  # else it was recovered from an earlier journal
+        }
         if never:
             text = f"{node_id} {journal_id}: {sorted(never)} of the gap {first} to {last} were never stored"
             self._verdict.broken("no event is lost", text)

@@ -9,7 +9,7 @@ from bettercompute import telemetry
 from bettercompute.errors import BetterComputeError
 from bettercompute.session import standing as standing_rules
 from bettercompute.session.standing import Revocation
-from bettercompute.store import nodes, standing
+from bettercompute.store import leases, nodes, standing
 from bettercompute.store.database import Transaction
 from bettercompute.testing.sim import work
 from bettercompute.testing.sim.node import DURATIONS_S, Node
@@ -46,6 +46,24 @@ async def lock(stage: Stage, node: Node, *, ttl_ms: int | None) -> bool:
         await standing.lock(transaction, node_id=node.node_id, ttl_ms=ttl_ms, locked_by=OPERATOR, reason="a simulation")
 
     return await _said(stage, node, act, again=False)
+
+
+async def undo_drain(stage: Stage, name: str) -> None:
+    """Let a gateway take sessions again, said until it is heard."""
+    while True:
+        try:
+            await leases.undo_drain(stage.operator, name=name)
+        except BetterComputeError:
+            await asyncio.sleep(AGAIN_S)
+        else:
+            return
+
+
+async def undo_drains(stage: Stage) -> None:
+    """Undo every drain: a database that came back may hold one that was undone since."""
+    for (name,), row in sorted(stage.ledger.rows["leases"].items()):
+        if row["retired_at"] is None:
+            await undo_drain(stage, name)
 
 
 async def unlock_all(stage: Stage) -> None:

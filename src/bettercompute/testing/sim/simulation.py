@@ -181,6 +181,7 @@ def _stage(scenario: Scenario, *, seed: int, dsn: str, folder: Path) -> Stage:
             seed=str(seed),
         ),
     )
+    stage.transactions.told_events = frames.told_events
     server.on_commit = stage.committed
     return stage
 
@@ -265,6 +266,7 @@ async def _settle(stage: Stage) -> float | None:
     if stage.running_faults:
         await asyncio.wait(stage.running_faults)
     await operator_faults.unlock_all(stage)
+    await operator_faults.undo_drains(stage)
     for node in stage.nodes:
         await stage.mend(node)
     return await settling.settle(stage, after="the last fault")
