@@ -51,7 +51,7 @@ WATCHED = (
             "observed_generation",
             "applied_generation",
         ),
-        ("locked_at", "locked_until", "revoked_at"),
+        ("locked_at", "locked_until", "revoked_at", "quarantined_at"),
     ),
     Watched(
         "commands",

@@ -98,6 +98,10 @@ class Stage:
             return "is of a node that was forgotten"
         if standing["revoked_at"] is not None:
             return "was revoked"
+        # The copy of a disk is taken for a duplicate, and so is what is told from it. Nothing else may be.
+        copied = node.node_id in self.frames.copied
+        if copied and standing["quarantined_at"] is not None:
+            return "was quarantined beside its copy"
         row = self.ledger.row("node_certs", node.serial)
         if row is None:
             return ""
@@ -106,7 +110,6 @@ class Stage:
         if row["not_after"] <= self.server.now_ms():
             return "has expired"
         # The copy of a disk renews as the original does, and shuts it out. Nothing else may do that.
-        copied = node.node_id in self.frames.copied
         return "was superseded by that of its copy" if copied and row["superseded_at"] is not None else ""
 
     def went_back(self) -> None:
