@@ -53,6 +53,7 @@ async def prove(stage: Stage) -> None:
     """Ask for everything once; what does not come is a broken promise."""
     for node in stage.nodes:
         await stage.mend(node)  # a copied disk may have been found out only now
+    await operator_faults.undo_drains(stage)  # a gateway that began anew may have brought an old one with it
     await _settle(stage)
     for part in (_is_quiet, _works, _gateway_drains, _gateway_stands_still, _nodes_lose_sessions):
         if not stage.verdict.violations:
