@@ -65,12 +65,12 @@ class QuickH2(BoundedH2):
             stream is None
             or stream.state_machine.state not in READABLE
             or not _is_counted_only(self._inbound_flow_control_window_manager, acknowledged_size)
-            or not _is_counted_only(stream._inbound_window_manager, acknowledged_size)  # noqa: SLF001 - h2's, pinned
+            or not _is_counted_only(stream._inbound_window_manager, acknowledged_size)
         ):
             super().acknowledge_received_data(acknowledged_size, stream_id)
             return
-        for window in (self._inbound_flow_control_window_manager, stream._inbound_window_manager):  # noqa: SLF001
-            window._bytes_processed += acknowledged_size  # noqa: SLF001
+        for window in (self._inbound_flow_control_window_manager, stream._inbound_window_manager):
+            window._bytes_processed += acknowledged_size
 
     def _take_plain(self, data: memoryview | bytes) -> tuple[list[Event], int]:
         """Return the events of the plain frames that `data` begins with, and their bytes."""
@@ -89,7 +89,7 @@ class QuickH2(BoundedH2):
             stream = self.streams.get(stream_id)
             if stream is None or not _takes_data(stream):
                 break
-            shared, own = self._inbound_flow_control_window_manager, stream._inbound_window_manager  # noqa: SLF001
+            shared, own = self._inbound_flow_control_window_manager, stream._inbound_window_manager
             if size > min(shared.current_window_size, own.current_window_size):
                 break
             shared.current_window_size -= size
@@ -104,9 +104,9 @@ class QuickH2(BoundedH2):
 def _takes_data(stream: H2Stream) -> bool:
     """Return whether DATA leaves a stream's state as it is: headers have come, and promised no length to be counted."""
     state = stream.state_machine
-    return state.state in READABLE and bool(state.headers_received) and stream._expected_content_length is None  # noqa: SLF001
+    return state.state in READABLE and bool(state.headers_received) and stream._expected_content_length is None
 
 
 def _is_counted_only(window: WindowManager, size: int) -> bool:
     """Return whether h2 would only count these consumed bytes, and announce nothing."""
-    return window.current_window_size > 0 and window._bytes_processed + size < window.max_window_size // 2  # noqa: SLF001
+    return window.current_window_size > 0 and window._bytes_processed + size < window.max_window_size // 2
