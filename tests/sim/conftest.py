@@ -43,6 +43,15 @@ def explain(outcome: Outcome) -> str:
     return f"{again}\n{broken}\nbefore it:\n{story}"
 
 
+def until_noticed(simulate: Run, scenario: Scenario, broken: str, *, seeds: int) -> str:
+    """Return by which of these seeds it is noticed that a rule is broken, and by which check; fail if by none."""
+    for seed in range(1, seeds + 1):
+        outcome = simulate(scenario, seed)
+        if outcome.violations:
+            return f"{broken}, by seed {seed}: {outcome.violations[0].rule}"
+    pytest.fail(f"{broken} went unnoticed through {seeds} seeds")
+
+
 def commit() -> str:
     """Return the commit that is checked out."""
     done = subprocess.run(

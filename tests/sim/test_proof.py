@@ -18,7 +18,7 @@ from bettercompute.session.effects import JournalWrite
 from bettercompute.session.inputs import DrainRequested, Locked, Revoked
 from bettercompute.testing.sim.scenario import FaultPlan, Fleet, Phases, Scenario, Times, Work
 from tests.sim import totals
-from tests.sim.conftest import Run
+from tests.sim.conftest import Run, until_noticed
 
 SEEDS = 5
 Patch = pytest.MonkeyPatch
@@ -150,10 +150,4 @@ def test_what_leaves_nothing_open_is_noticed(
     breaking: Callable[[Patch], Scenario],
 ) -> None:
     wanted = breaking(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        outcome = simulate(wanted, seed)
-        if outcome.violations:
-            by = f"{breaking.__name__}, by seed {seed}: {outcome.violations[0].rule}"
-            record_property(totals.FOUND, by)
-            return
-    pytest.fail(f"{breaking.__name__} went unnoticed through {SEEDS} seeds")
+    record_property(totals.FOUND, until_noticed(simulate, wanted, breaking.__name__, seeds=SEEDS))

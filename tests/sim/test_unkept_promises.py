@@ -19,7 +19,7 @@ from bettercompute.session import authority, clock, standing
 from bettercompute.testing.sim import scenario as scenarios
 from bettercompute.testing.sim.scenario import FaultPlan, Fleet, Phases, Scenario, Work
 from tests.sim import totals
-from tests.sim.conftest import Run
+from tests.sim.conftest import Run, until_noticed
 
 SEEDS = 20
 Patch = pytest.MonkeyPatch
@@ -87,13 +87,7 @@ def test_a_promise_that_is_not_kept_is_noticed(
     outcome = simulate(wanted, 1)
     assert not outcome.violations, "it is broken by something else"
     breaking(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        outcome = simulate(wanted, seed)
-        if outcome.violations:
-            by = f"{breaking.__name__}, by seed {seed}: {outcome.violations[0].rule}"
-            record_property(totals.FOUND, by)
-            return
-    pytest.fail(f"{breaking.__name__} went unnoticed through {SEEDS} seeds")
+    record_property(totals.FOUND, until_noticed(simulate, wanted, breaking.__name__, seeds=SEEDS))
 
 
 MET = {"second-daemon-refused", "unsigned-intent-refused", "forgotten", "commits-lost-with-the-database"}
