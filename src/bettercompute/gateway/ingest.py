@@ -205,6 +205,10 @@ class Ingest:
             committed = _committed(offering, acks)
             ended += committed.command_ids
             offering.owner.give(committed)
+            if _gapped(offering, acks):
+                # The database is an earlier one than this session began with: the next Hello tells what is missing.
+                self._failed.add(offering.owner)
+                offering.owner.give(FactsFailed("the events before these are missing in the database"))
         if ended:
             self._ended(ended)
 
@@ -255,6 +259,15 @@ class Ingest:
         self._metrics.batch_seconds.observe((self._world.clock.monotonic_ms() - started_ms) / 1000)
         self._metrics.facts_written.inc(len(merged.commands) + len(merged.events) + len(merged.statuses))
         return acks
+
+
+def _gapped(offering: Offering, acks: dict[tuple[str, str], int]) -> bool:
+    """Return whether events of an offering were left out, for there is a gap before them."""
+    return any(
+        fact.last_seq > acks.get((offering.owner.node_id, fact.journal_id), fact.last_seq)
+        for fact in offering.facts
+        if isinstance(fact, EventsFact)
+    )
 
 
 def _committed(offering: Offering, acks: dict[tuple[str, str], int]) -> FactsCommitted:

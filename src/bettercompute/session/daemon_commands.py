@@ -105,11 +105,42 @@ def delivered(state: DaemonSession, frame: messages.Command, *, now_ms: int) -> 
             return _finish_left(state, entry, frame.attempt, unfit, now_ms=now_ms)
         return _rejected(state, delivery, unfit.reason, unfit.message, now_ms=now_ms)
     if met is AtDelivery.FORGOTTEN_FAILS:
-        update = daemon_answers.update_of(state, command_id, frame.attempt, CommandState.FAILED, now_ms=now_ms)
-        update.reason = resume.JOURNAL_LOST
-        update.message = "this journal does not know the command, which was seen running before; it is not run twice"
-        return state, daemon_answers.answer(state, update)
+        return _lost(state, delivery, now_ms=now_ms)
     return _begin(state, delivery, entry, now_ms=now_ms)
+
+
+def _lost(state: DaemonSession, delivery: _Delivery, *, now_ms: int) -> Outcome:
+    """End a command that this journal forgot, and keep that: a database that becomes an earlier one forgets it too, and
+    then delivers it as if it had never been seen.
+    """
+    body, attempt = delivery.body, delivery.frame.attempt
+    update = daemon_answers.update_of(state, body.command_id, attempt, CommandState.FAILED, now_ms=now_ms)
+    update.reason = resume.JOURNAL_LOST
+    update.message = "this journal does not know the command, which was seen running before; it is not run twice"
+    if _why_busy(state, delivery, kept=False) is not None:
+        return state, daemon_answers.answer(state, update)
+    entry = JournalEntry(
+        command_id=body.command_id,
+        kind=body.kind,
+        lane=body.lane,
+        attempt=attempt,
+        state=CommandState.ACKED,
+        not_after_ms=body.not_after_ms,
+        process_id=state.facts.process_id,
+    )
+    state, effects = _finished(state, entry, update)
+    return state, (AcceptCommand(entry, delivery.frame.SerializeToString()), *effects)
+
+
+def _why_busy(state: DaemonSession, delivery: _Delivery, *, kept: bool) -> busy.WhyBusy | None:
+    """Return what leaves no room for a command; `kept`: the journal holds it already."""
+    return busy.why_busy(
+        state.lanes[delivery.body.lane],
+        done_unacked=sum(1 for other in state.entries.values() if other.done),
+        ids=len(state.entries) + len(state.settled) + len(state.cancelled),
+        journal_full=state.journal_full,
+        kept=kept,
+    )
 
 
 def _is_same(entry: JournalEntry, delivery: _Delivery) -> bool:
@@ -133,14 +164,7 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
         state = refusals.counted(state, Relayed.COMMAND, busy.WhyBusy.NOT_BEFORE.value)
         message = f"not_before is {body.not_before_ms} ms, it is {time_ms} ms by this session's time: try again later"
         return _rejected(state, delivery, messages.COMMAND_REJECT_REASON_BUSY, message, now_ms=now_ms)
-    done_unacked = sum(1 for other in state.entries.values() if other.done)
-    why = busy.why_busy(
-        state.lanes[body.lane],
-        done_unacked=done_unacked,
-        ids=len(state.entries) + len(state.settled) + len(state.cancelled),
-        journal_full=state.journal_full,
-        kept=entry is not None,
-    )
+    why = _why_busy(state, delivery, kept=entry is not None)
     if why is not None:
         message = f"{why.value}: try again later"
         return _rejected(state, delivery, messages.COMMAND_REJECT_REASON_BUSY, message, now_ms=now_ms)
@@ -207,12 +231,17 @@ def _grounds(
 
 
 def journal_refused(state: DaemonSession, command_id: str, *, now_ms: int) -> Outcome:
-    """Undo an acceptance for which the journal had no room, and answer BUSY: nothing of it has begun."""
+    """Undo an acceptance for which the journal had no room, and answer BUSY: nothing of it has begun.
+
+    What was to be kept as lost is told all the same.
+    """
     entry = state.entries.get(command_id)
-    if entry is None or entry.done:
+    if entry is None:
         return state, ()
     entries = {other: kept for other, kept in state.entries.items() if other != command_id}
     state = daemon_answers.let_go(replace(state, entries=entries, journal_full=True), entry)
+    if entry.done:
+        return state, daemon_answers.stored_result(state, entry)
     update = daemon_answers.update_of(state, command_id, entry.attempt, CommandState.REJECTED, now_ms=now_ms)
     update.reject_reason = messages.COMMAND_REJECT_REASON_BUSY
     update.message = f"{busy.WhyBusy.JOURNAL_FULL.value}: try again later"

@@ -156,7 +156,10 @@ class EventsNews:
 
 
 async def store_events(queries: Queries, batches: Sequence[EventsNews]) -> dict[tuple[str, str], int]:
-    """Write events, each (node, journal) once; return the ack of each, 0 where the row names another journal."""
+    """Write events, each (node, journal) once; return the ack of each, and none where the row names another journal.
+
+    Of the journal that the row names, what lies past a gap is not written, and the ack says so.
+    """
     seqs, event_ids, types, occurred_at_ms, payloads, recovered = zip(
         *chain.from_iterable(batch.events for batch in batches), strict=True
     )
@@ -175,7 +178,11 @@ async def store_events(queries: Queries, batches: Sequence[EventsNews]) -> dict[
         recovered=_column(list(map(str, recovered))),
         payloads=_column(payloads),
     )
-    return {(row["node_id"], row["journal_id"]): row["acked_event_seq"] for row in rows}
+    return {
+        (row["node_id"], row["journal_id"]): row["acked_event_seq"]
+        for row in rows
+        if row["acked_event_seq"] is not None
+    }
 
 
 def _column(values: Sequence[str]) -> str:

@@ -124,6 +124,25 @@ async def test_a_gap_inside_a_session_ends_it(rig):
     assert (status, reason) == (Status.INVALID_ARGUMENT, "event-gap")
 
 
+async def test_events_that_follow_what_the_database_has_lost_end_the_session(rig):
+    node = await rig.add_node("node-a")
+    daemon = await rig.connect(node)
+
+    def said(seq: int) -> messages.AgentFrame:
+        event = messages.Event(seq=seq, event_id=rig.world.ids.uuid7(), type="daemon.started", at_ms=1_700_000_000_000)
+        return messages.AgentFrame(events=messages.EventBatch(journal_id="journal-1", events=[event]))
+
+    daemon.send(said(1))
+    assert (await daemon.receive("ack")).ack.acked_event_seq == 1
+    # The database is another one, to which the first event is unknown.
+    await rig.database.query("DELETE FROM node_events")
+    await rig.database.query("UPDATE node_sessions SET acked_event_seq = 0")
+    daemon.send(said(2))
+    status, reason, _ = await daemon.end()
+    assert (status, reason) == (Status.UNAVAILABLE, "database")
+    assert await rig.database.query("SELECT seq FROM node_events") == []
+
+
 async def test_busy_puts_the_command_back(rig):
     node = await rig.add_node("node-a")
     await seed.add_command(rig.database, "node-a", "c1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -68,9 +69,9 @@ def events(journal_id: str, *seqs: int) -> delivery.EventsNews:
     )
 
 
-async def acked(database, news: delivery.EventsNews) -> int:
-    [ack] = (await delivery.store_events(database, [news])).values()
-    return ack
+async def acked(database, news: delivery.EventsNews) -> int | None:
+    acks = await delivery.store_events(database, [news])
+    return acks.get((news.node_id, news.journal_id))
 
 
 @pytest.fixture
@@ -144,6 +145,16 @@ async def test_the_ack_is_never_raised_past_a_gap(fleet):
     assert row["acked_event_seq"] == 1
 
 
+async def test_nothing_is_stored_past_a_gap_so_that_order_holds(fleet):
+    await acked(fleet, events("journal", 1))
+    await acked(fleet, events("journal", 5, 6))
+    gapped = replace(events("journal", 2, 3, 5), contiguous_seq=3)
+    assert await acked(fleet, gapped) == 3
+    assert await acked(fleet, events("journal", 4, 5, 6)) == 6
+    rows = await fleet.query("SELECT seq FROM node_events ORDER BY received_at, seq")
+    assert [row["seq"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
 async def test_what_a_node_says_of_a_command_that_was_held_back_ends_that(fleet):
     await seed.add_command(fleet, "node-a", "c1", state=3, key=KEY)
     await fleet.query("UPDATE commands SET held_back = true")
@@ -153,7 +164,7 @@ async def test_what_a_node_says_of_a_command_that_was_held_back_ends_that(fleet)
 
 
 async def test_the_ack_is_raised_for_the_rows_journal_only(fleet):
-    assert await acked(fleet, events("another", 1, 2)) == 0
+    assert await acked(fleet, events("another", 1, 2)) is None
     rows = await fleet.query("SELECT acked_event_seq FROM node_sessions WHERE node_id = 'node-a'")
     assert rows[0]["acked_event_seq"] == 0
 

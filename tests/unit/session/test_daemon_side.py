@@ -539,13 +539,42 @@ def test_one_that_was_left_and_is_too_late_is_done_as_failed() -> None:
     assert state.entries["c-1"].done
 
 
-@pytest.mark.parametrize(("kind", "runs"), [("inventory.refresh", True), ("gpu.reset", False)])
-def test_a_command_that_this_journal_forgot(kind: str, *, runs: bool) -> None:
-    state, done = told(live(), command=command(kind=kind, seen=CommandState.ACKED))
-    assert ("StartHandler" in kinds(done)) is runs
-    if not runs:
-        assert (updates(done)[0].state, updates(done)[0].reason) == (messages.COMMAND_STATE_FAILED, "journal-lost")
-        assert not state.entries
+def test_a_retry_safe_command_that_this_journal_forgot_runs() -> None:
+    _, done = told(live(), command=command(kind="inventory.refresh", seen=CommandState.ACKED))
+    assert "StartHandler" in kinds(done)
+
+
+def ends(done: tuple[DaemonEffect, ...]) -> list[tuple[int, str]]:
+    return [(update.state, update.reason) for update in updates(done)]
+
+
+LOST = [(messages.COMMAND_STATE_FAILED, "journal-lost")]
+
+
+def test_one_that_it_forgot_and_that_is_not_safe_is_failed_and_kept_as_such() -> None:
+    state, done = told(live(), command=command(kind="gpu.reset", seen=CommandState.ACKED))
+    assert kinds(done) == ["AcceptCommand", "FinishCommand", "SendAgentFrame"]
+    assert ends(done) == LOST
+    assert state.lanes[1].free == 2
+    # A database that became an earlier one has forgotten that it was ever seen.
+    state, done = told(state, command=command(kind="gpu.reset"))
+    assert kinds(done) == ["SendAgentFrame"]
+    assert ends(done) == LOST
+    state, _ = told(state, ack=messages.Ack(command_ids=["c-1"]))
+    _, done = told(state, command=command(kind="gpu.reset"))
+    assert kinds(done) == ["ResendResult"]
+
+
+@pytest.mark.parametrize("known_as_full", [False, True])
+def test_one_that_it_forgot_fails_also_where_a_full_journal_cannot_keep_that(*, known_as_full: bool) -> None:
+    state = live(booted({}, full=known_as_full)[0])
+    state, done = told(state, command=command(kind="gpu.reset", seen=CommandState.ACKED))
+    if not known_as_full:
+        state, done = step(state, inputs.JournalRefused("c-1"))
+    assert kinds(done) == ["SendAgentFrame"]
+    assert ends(done) == LOST
+    assert not state.entries
+    assert state.lanes[1].free == 2
 
 
 # Cancel

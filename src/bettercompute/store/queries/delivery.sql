@@ -63,6 +63,9 @@ WITH batches AS MATERIALIZED (
     AS u (batch_number, seq, event_id, type, occurred_at_ms, recovered, payload)
   JOIN batches b ON b.number = u.batch_number
   JOIN locked ON locked.node_id = b.node_id
+  -- Nothing past a gap: what is missing before it comes with the next Hello, and would be stored after it.
+  WHERE locked.journal_id IS DISTINCT FROM b.journal_id
+    OR (b.first_seq <= locked.acked_event_seq + 1 AND u.seq <= b.last_seq)
   ORDER BY b.node_id, b.journal_id, u.seq
   ON CONFLICT DO NOTHING
   RETURNING node_id
@@ -75,7 +78,7 @@ WITH batches AS MATERIALIZED (
   RETURNING s.node_id
 )
 SELECT b.node_id, b.journal_id,
-  (CASE WHEN locked.journal_id IS DISTINCT FROM b.journal_id THEN 0
+  (CASE WHEN locked.journal_id IS DISTINCT FROM b.journal_id THEN NULL
         WHEN b.first_seq <= locked.acked_event_seq + 1 THEN greatest(b.last_seq, locked.acked_event_seq)
         ELSE locked.acked_event_seq END)::bigint AS acked_event_seq,
   (SELECT count(*) FROM stored) AS stored, (SELECT count(*) FROM raised) AS raised

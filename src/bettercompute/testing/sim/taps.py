@@ -186,11 +186,15 @@ class FrameRules:
         command_id = messages.CommandBody.FromString(command.body).command_id
         self._unseen[command_id] = not command.seen
         settled = self._settled.setdefault(stream, set())
-        if command_id in self._dispatch_lost:
+        if stream <= self._stale_streams:
+            row = self._ledger.row("commands", command_id)
+            if row is not None and row["state"] == PENDING:
+                self._dispatch_lost.add(command_id)
+        elif command_id in self._dispatch_lost:
             # The database does not know that it was sent, and the node answers from its journal.
             self._dispatch_lost.discard(command_id)
             self.met["sent-again-after-lost-commits"] += command_id in settled
-        elif command_id in settled and stream > self._stale_streams:
+        elif command_id in settled:
             text = f"{command_id} was sent to {node_id}, which had said on this stream that it has it"
             self._verdict.broken("a command is sent once a stream", text)
         settled.add(command_id)
