@@ -5,7 +5,8 @@ FakeDaemon at once with RUNNING and SUCCEEDED, committed, and acked. Its time en
 which follows the commit, in the same process and by the same clock as it began. At saturation all are enqueued as fast
 as the database takes them and the rate is what came out; paced they come singly, 200 a second. Beside the paced times
 stand what share of them is what: until enqueued, until it reached its FakeDaemon, how long each process was ready and
-had no core, and how long the disk takes for a commit, of which three follow each other.
+had no core, how long the disk takes for a commit, of which three follow each other, and how much dearer the same work
+is on this machine after a pause of 5 ms (`pause_ratio`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the file also runs by its path
 
 from bench.fakes import connected_fleet
-from bench.measure import Figures, Shares, allow_many_files, fdatasync_ms, options, percentile, report
+from bench.measure import Figures, Shares, allow_many_files, fdatasync_ms, options, pause_ratio, percentile, report
 from bench.stack import BenchStack, add_nodes, stack
 from bettercompute.pki.identity import DEFAULT_TRUST_DOMAIN
 from bettercompute.protocol import messages
@@ -202,6 +203,7 @@ async def measure(running: BenchStack, sizes: Sizes) -> None:
             f"fdatasync_{name}_ms": round(percentile(disk_ms, share), 2)
             for name, share in (("p50", 0.5), ("p99", 0.99))
         }
+        disk |= {"pause_ratio": round(pause_ratio(), 1)}
         facts = {"daemons": sizes.daemons, "commands": sizes.commands, "paced_per_s": sizes.paced_per_s, **disk}
         report("commands", runs, **facts, streams_lost=ended)
 

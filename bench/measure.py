@@ -133,6 +133,26 @@ def fdatasync_ms(folder: Path, *, times: int = 200) -> list[float]:
     return took
 
 
+def pause_ratio(*, pause_s: float = 0.005, times: int = 200) -> float:
+    """Return how much more processor time the same work takes after a pause than back to back: caches, clock, host.
+
+    What comes singly pays it on each wake-up, and it is the machine's: two machines with the same figures at saturation
+    may differ by it.
+    """
+
+    def took_s() -> float:
+        began = time.thread_time()
+        json.dumps({str(number): number for number in range(300)})
+        return time.thread_time() - began
+
+    together = [took_s() for _ in range(10 * times)]
+    apart = []
+    for _ in range(times):
+        time.sleep(pause_s)
+        apart.append(took_s())
+    return statistics.median(apart) / statistics.median(together)
+
+
 def report(bench: str, runs: Sequence[Figures], **facts: object) -> dict[str, object]:
     """Print one row as a JSON line and return it: medians over `runs`, with `facts` beside them."""
     row: dict[str, object] = {"bench": bench}

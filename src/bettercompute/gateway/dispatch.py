@@ -1,9 +1,9 @@
 """One dispatch loop per gateway: pending commands are marked for the sessions that have credits, committed, then sent.
 
 Work, not the fleet, drives it: a notification or a session's effect names a node, and only named nodes are asked what
-they can take. Two polls stand behind the notifications. Put-backs of BUSY commands go first; cancels and newer specs
-are looked up a moment later, many nodes at once, so that a plain command costs one statement. See docs/delivery.md,
-"Dispatch"; docs/gateway.md, "Commands".
+they can take. Two polls stand behind the notifications. Put-backs of BUSY commands go first; cancels, newer specs and
+what falls due later have a notification of their own and are looked up a moment after it, many nodes at once, so that a
+plain command costs one statement. See docs/delivery.md, "Dispatch"; docs/gateway.md, "Commands".
 """
 
 from __future__ import annotations
@@ -104,8 +104,16 @@ class Dispatcher:
         if session.state.held or not session.nothing_pending:
             self.poke(session.node_id)
 
+    def enqueued(self, node_ids: Iterable[str] | None) -> None:
+        """Take a notification: these nodes have commands that may go at once, or (None) any node may."""
+        if node_ids is None:
+            self._poll_now.set()
+            return
+        for node_id in node_ids:
+            self.poke(node_id)
+
     def notified(self, node_ids: Iterable[str] | None) -> None:
-        """Take a notification: these nodes have something to be sent, or (None) any node may."""
+        """Take a notification: these nodes have something to be sent, whatever it is, or (None) any node may."""
         if node_ids is None:
             self._poll_now.set()
             return

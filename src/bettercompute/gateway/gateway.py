@@ -163,6 +163,7 @@ class Gateway:
             self._database,
             application_name=f"{self.config.name} notifications",
             channels={
+                channels.COMMANDS: self._on_commands,
                 channels.DISPATCH: self._on_dispatch,
                 channels.REVOCATIONS: lambda _: self.revocations.poke(),
                 channels.TRUST: lambda _: self.trust.poke(),
@@ -256,6 +257,10 @@ class Gateway:
         )
 
     # Notifications
+
+    def _on_commands(self, payload: str) -> None:
+        if self._life is not None:
+            self._life.dispatcher.enqueued(channels.names(payload))
 
     def _on_dispatch(self, payload: str) -> None:
         if self._life is not None:

@@ -14,6 +14,7 @@ from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.journal_rules import JournalEntry
 from bettercompute.protocol import messages
 from bettercompute.session import clock, resume
+from bettercompute.session.changes import changed
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import DaemonEffect, FinishCommand, ResendResult, SendAgentFrame
 
@@ -26,7 +27,7 @@ def journal_end(
     ended = CommandState(update.state)
     mark_ms = state.clock.mark_ms
     done = replace(entry, state=ended, update=serialized, done_mark_ms=mark_ms, command=b"")
-    state = let_go(replace(state, entries={**state.entries, entry.command_id: done}), entry)
+    state = let_go(changed(state, entries={**state.entries, entry.command_id: done}), entry)
     return state, FinishCommand(entry.command_id, ended, serialized, mark_ms)
 
 
@@ -110,7 +111,7 @@ def acked(state: DaemonSession, command_ids: Iterable[str]) -> tuple[DaemonSessi
         return state, ()
     settled = {name: replace(state.entries[name], acked=True, update=b"") for name in known}
     entries = {name: entry for name, entry in state.entries.items() if name not in settled}
-    return replace(state, entries=entries, settled={**state.settled, **settled}), known
+    return changed(state, entries=entries, settled={**state.settled, **settled}), known
 
 
 def forgotten(state: DaemonSession, command_ids: Iterable[str]) -> DaemonSession:
@@ -121,7 +122,7 @@ def forgotten(state: DaemonSession, command_ids: Iterable[str]) -> DaemonSession
         return {name: entry for name, entry in held.items() if name not in gone}
 
     cancelled_ids = {name: mark for name, mark in state.cancelled.items() if name not in gone}
-    return replace(state, entries=keep(state.entries), settled=keep(state.settled), cancelled=cancelled_ids)
+    return changed(state, entries=keep(state.entries), settled=keep(state.settled), cancelled=cancelled_ids)
 
 
 def let_go(state: DaemonSession, entry: JournalEntry) -> DaemonSession:
@@ -132,4 +133,4 @@ def let_go(state: DaemonSession, entry: JournalEntry) -> DaemonSession:
 
 def with_lane(state: DaemonSession, key: int, lane: lanes.DaemonLane) -> DaemonSession:
     """Return the state with one lane changed."""
-    return replace(state, lanes={**state.lanes, key: lane})
+    return changed(state, lanes={**state.lanes, key: lane})

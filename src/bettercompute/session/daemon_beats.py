@@ -11,6 +11,7 @@ from dataclasses import replace
 from bettercompute.delivery import events, journal_rules
 from bettercompute.protocol import messages
 from bettercompute.session import clock, daemon_answers, liveness, refusals
+from bettercompute.session.changes import changed
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import (
     DaemonEffect,
@@ -32,10 +33,10 @@ TICK_MAX_MS = 5_000
 
 def ticked(state: DaemonSession, given: DaemonTick, *, now_ms: int) -> Outcome:
     """Return what the passing of time brings."""
-    state = replace(state, last_heard_ms=max(state.last_heard_ms, given.last_heard_ms))
+    state = changed(state, last_heard_ms=max(state.last_heard_ms, given.last_heard_ms))
     ending = _ending(state, now_ms=now_ms)
     if ending is not None:
-        return replace(state, phase=Phase.ENDING), (ending,)
+        return changed(state, phase=Phase.ENDING), (ending,)
     if state.phase is not Phase.LIVE:
         return state, ()
     return _beat(state, given, now_ms=now_ms) if _heartbeat_due(state, now_ms=now_ms) else (state, ())
@@ -117,7 +118,7 @@ def _store_time(state: DaemonSession, *, now_ms: int) -> Outcome:
     if gone:
         effects.append(ForgetCommands(gone))
         state = daemon_answers.forgotten(state, gone)
-    return replace(state, clock=clock.stored(state.clock, now_ms=now_ms)), tuple(effects)
+    return changed(state, clock=clock.stored(state.clock, now_ms=now_ms)), tuple(effects)
 
 
 # Events
@@ -133,7 +134,7 @@ def events_due(state: DaemonSession) -> Outcome:
     if due is None:
         return state, ()
     after_seq, through_seq = due
-    return replace(state, sending_events=True), (
+    return changed(state, sending_events=True), (
         SendEvents(state.session_id, state.journal_id, after_seq, through_seq),
     )
 
@@ -142,7 +143,7 @@ def events_sent(state: DaemonSession, *, session_id: str, last_seq: int) -> Outc
     """Go on after a batch was queued; one of an earlier session says nothing about this one."""
     if session_id != state.session_id:
         return state, ()
-    return events_due(replace(state, sent_event_seq=max(state.sent_event_seq, last_seq), sending_events=False))
+    return events_due(changed(state, sent_event_seq=max(state.sent_event_seq, last_seq), sending_events=False))
 
 
 # Status
@@ -161,5 +162,5 @@ def report_status(state: DaemonSession) -> Outcome:
         report.approver_set_epoch = state.authority.approvers.epoch
         report.approver_set_sha256 = state.authority.approvers.sha256
     report.refusals.extend(refusals.reported(state.refused))
-    told = replace(state, trust_reported=True, refused_reported=True)
+    told = changed(state, trust_reported=True, refused_reported=True)
     return told, (SendAgentFrame(messages.AgentFrame(status=report)),)

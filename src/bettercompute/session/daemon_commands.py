@@ -23,6 +23,7 @@ from bettercompute.protocol.limits import MAX_COMMAND_BODY_BYTES
 from bettercompute.protocol.versions import UPGRADE_KIND
 from bettercompute.session import authority, busy, clock, daemon_answers, refusals, resume
 from bettercompute.session.authority import CommandRefusal
+from bettercompute.session.changes import changed
 from bettercompute.session.daemon_state import DaemonSession, Phase
 from bettercompute.session.effects import (
     AcceptCommand,
@@ -175,7 +176,7 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
         return _rejected(state, delivery, grounds.reason, grounds.message, now_ms=now_ms)
     counted: tuple[DaemonEffect, ...] = ()
     if grounds is Approval.UNBATCHED:
-        state = replace(state, unbatched=state.unbatched.ran(now_ms=now_ms))
+        state = changed(state, unbatched=state.unbatched.ran(now_ms=now_ms))
         counted = (CountUnbatched(state.unbatched),)
     started = JournalEntry(
         command_id=body.command_id,
@@ -199,7 +200,7 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
         keep = AcceptCommand(accepted, serialized)
     else:
         keep = TakeUpCommand(body.command_id, frame.attempt, facts.process_id, serialized)
-    state = replace(state, entries={**state.entries, body.command_id: started})
+    state = changed(state, entries={**state.entries, body.command_id: started})
     state = daemon_answers.with_lane(state, body.lane, lanes.held(state.lanes[body.lane], body.command_id))
     update = daemon_answers.update_of(state, body.command_id, frame.attempt, CommandState.RUNNING, now_ms=now_ms)
     update.started_at_ms = update.at_ms
@@ -239,7 +240,7 @@ def journal_refused(state: DaemonSession, command_id: str, *, now_ms: int) -> Ou
     if entry is None:
         return state, ()
     entries = {other: kept for other, kept in state.entries.items() if other != command_id}
-    state = daemon_answers.let_go(replace(state, entries=entries, journal_full=True), entry)
+    state = daemon_answers.let_go(changed(state, entries=entries, journal_full=True), entry)
     if entry.done:
         return state, daemon_answers.stored_result(state, entry)
     update = daemon_answers.update_of(state, command_id, entry.attempt, CommandState.REJECTED, now_ms=now_ms)
@@ -323,7 +324,7 @@ def cancelled(state: DaemonSession, frame: messages.Cancel, *, now_ms: int) -> O
     update = daemon_answers.cancelled_update(state, command_id, 0, now_ms=now_ms)
     if action is DaemonCancel.ANSWER_CANCELLED:
         return state, daemon_answers.answer(state, update)
-    state = replace(state, cancelled={**state.cancelled, command_id: state.clock.mark_ms})
+    state = changed(state, cancelled={**state.cancelled, command_id: state.clock.mark_ms})
     return state, (RememberCancelled(command_id, state.clock.mark_ms), *daemon_answers.answer(state, update))
 
 

@@ -19,6 +19,7 @@ from bettercompute.protocol.statuses import Status
 from bettercompute.session import clock, daemon_answers, daemon_beats, daemon_commands, inputs, refusals, resume
 from bettercompute.session.announcements import notice_text
 from bettercompute.session.authority import ANYBODY, Authority
+from bettercompute.session.changes import changed
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts, Phase
 from bettercompute.session.effects import (
     AckCommands,
@@ -138,14 +139,14 @@ def _taken(state: DaemonSession, given: inputs.DaemonInput, *, now_ms: int) -> O
         case inputs.JournalRefused(command_id):
             return daemon_commands.journal_refused(state, command_id, now_ms=now_ms)
         case inputs.JournalRoom(full):
-            return replace(state, journal_full=full), ()
+            return changed(state, journal_full=full), ()
         case inputs.JournalRenewed(journal_id, last_event_seq):
-            renewed = replace(state, journal_id=journal_id, last_event_seq=last_event_seq, acked_event_seq=0)
+            renewed = changed(state, journal_id=journal_id, last_event_seq=last_event_seq, acked_event_seq=0)
             return renewed, ()
         case inputs.InventoryCollected(hashes):
             return _inventory_collected(state, hashes)
         case inputs.EventsJournaled(last_event_seq):
-            return daemon_beats.events_due(replace(state, last_event_seq=max(state.last_event_seq, last_event_seq)))
+            return daemon_beats.events_due(changed(state, last_event_seq=max(state.last_event_seq, last_event_seq)))
         case inputs.EventsSent(session_id, last_seq):
             return daemon_beats.events_sent(state, session_id=session_id, last_seq=last_seq)
         case _:
@@ -159,14 +160,14 @@ def _looked(state: DaemonSession, *, now_ms: int) -> Outcome:
     """
     seen, unseen_ms = clock.looked(state.clock, now_ms=now_ms)
     if seen is not state.clock:
-        state = replace(state, clock=seen)
+        state = changed(state, clock=seen)
     if not unseen_ms or state.phase not in (Phase.AWAITING_WELCOME, Phase.LIVE):
         return state, ()
     message = (
         f"{unseen_ms} ms have passed without a look at the clock: this process stood still, the host slept, or its "
         "clock leapt. Dialing anew to be told the time"
     )
-    return replace(state, phase=Phase.ENDING), (EndSession("time-unseen", message),)
+    return changed(state, phase=Phase.ENDING), (EndSession("time-unseen", message),)
 
 
 def _held(
@@ -177,7 +178,7 @@ def _held(
         case inputs.RelayRefused(what, reason):
             return refusals.counted(state, what, reason), ()
         case inputs.StatusChanged(report):
-            return daemon_beats.report_status(replace(state, status=report))
+            return daemon_beats.report_status(changed(state, status=report))
         case inputs.SpecHeld(observed_generation, applied_generation, spec_sha256):
             advertised = replace(
                 state.advertised,
@@ -185,10 +186,10 @@ def _held(
                 applied_generation=applied_generation,
                 spec_sha256=spec_sha256,
             )
-            return replace(state, advertised=advertised), ()
+            return changed(state, advertised=advertised), ()
         case inputs.TrustHeld(trust_version, authority):
             advertised = replace(state.advertised, trust_version=trust_version)
-            held = replace(state, advertised=advertised, authority=authority, trust_reported=False)
+            held = changed(state, advertised=advertised, authority=authority, trust_reported=False)
             return daemon_beats.report_status(held)
 
 
@@ -199,7 +200,7 @@ def _dialed(state: DaemonSession, given: inputs.Dialed, *, now_ms: int) -> Outco
     """Say Hello: with a fresh nonce when a Welcome was applied since the last one, else with the same pair again."""
     effects: tuple[DaemonEffect, ...] = ()
     if not state.hello_nonce:
-        state = replace(state, hello_nonce=given.fresh_nonce)
+        state = changed(state, hello_nonce=given.fresh_nonce)
         effects = (StoreNonces(state.hello_nonce, state.previous_hello_nonce),)
     hello, riding = new_hello(state)
     state = replace(
@@ -240,7 +241,7 @@ def _frame_received(state: DaemonSession, given: inputs.ServerFrameReceived, *, 
     """Welcome is a barrier: before it nothing is obeyed, and a second one is none."""
     frame = given.frame
     case = frame.WhichOneof("frame")
-    state = replace(state, last_heard_ms=now_ms)
+    state = changed(state, last_heard_ms=now_ms)
     if state.phase is Phase.AWAITING_WELCOME:
         if case == "welcome":
             return _welcomed(state, frame.welcome, wall_ms=given.wall_ms, now_ms=now_ms)
@@ -248,7 +249,7 @@ def _frame_received(state: DaemonSession, given: inputs.ServerFrameReceived, *, 
             return _revoked(state, frame.revoked)
         message = f"the gateway's first frame is {case or 'unknown'}, it must be welcome; nothing of it was obeyed"
         state = refusals.counted(state, Relayed.WELCOME, "not-welcome")
-        return replace(state, phase=Phase.ENDING), (EndSession("not-welcome", message),)
+        return changed(state, phase=Phase.ENDING), (EndSession("not-welcome", message),)
     if state.phase is not Phase.LIVE:
         return state, ()
     match case:
@@ -261,7 +262,7 @@ def _frame_received(state: DaemonSession, given: inputs.ServerFrameReceived, *, 
         case "desired":
             return state, () if state.upgrade_only else (ApplyDesired(frame.desired),)
         case "drain":
-            return replace(state, drain_at_ms=now_ms + frame.drain.reconnect_after_ms), ()
+            return changed(state, drain_at_ms=now_ms + frame.drain.reconnect_after_ms), ()
         case "revoked":
             return _revoked(state, frame.revoked)
         case "open_tunnel":
@@ -298,7 +299,7 @@ def _acked(state: DaemonSession, ack: messages.Ack) -> Outcome:
         effects.append(AckCommands(known))
     seq = min(ack.acked_event_seq, state.last_event_seq)
     if ack.journal_id == state.journal_id and seq > state.acked_event_seq:
-        state = replace(state, acked_event_seq=seq, sent_event_seq=max(seq, state.sent_event_seq))
+        state = changed(state, acked_event_seq=seq, sent_event_seq=max(seq, state.sent_event_seq))
         effects.append(AckEvents(seq))
     state, batch = daemon_beats.events_due(state)
     return state, (*effects, *batch)
@@ -315,8 +316,8 @@ def _revoked(state: DaemonSession, notice: messages.RevocationNotice) -> Outcome
 
 def _inventory_collected(state: DaemonSession, hashes: inputs.Hashes) -> Outcome:
     """Send what changed, and the hashes early: an inventory is applied only when both agree."""
-    changed = inventory.changed_sections(before=state.advertised.inventory_hashes, after=hashes)
-    state = replace(state, advertised=replace(state.advertised, inventory_hashes=dict(hashes)))
-    if not changed or state.phase is not Phase.LIVE:
+    sections = inventory.changed_sections(before=state.advertised.inventory_hashes, after=hashes)
+    state = changed(state, advertised=replace(state.advertised, inventory_hashes=dict(hashes)))
+    if not sections or state.phase is not Phase.LIVE:
         return state, ()
-    return replace(state, hashes_due=True), (SendInventory(changed),)
+    return changed(state, hashes_due=True), (SendInventory(sections),)

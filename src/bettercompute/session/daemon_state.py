@@ -72,9 +72,12 @@ class Advertised:
     trust_version: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DaemonSession:
-    """Everything the daemon's rules remember. Times are on the host's monotonic clock unless named otherwise."""
+    """Everything the daemon's rules remember. Times are on the host's monotonic clock unless named otherwise.
+
+    Without slots, for `changed`.
+    """
 
     facts: DaemonFacts
     advertised: Advertised

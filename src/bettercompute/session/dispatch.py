@@ -13,8 +13,9 @@ from bettercompute.delivery import lanes
 from bettercompute.delivery.commands import OutgoingCommand
 from bettercompute.protocol.kinds import KINDS
 from bettercompute.protocol.versions import UPGRADE_KIND
+from bettercompute.session.changes import changed
 from bettercompute.session.effects import GatewayEffect, PokeDispatch, SendFrame
-from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand, changed
+from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
 from bettercompute.session.hello_plan import HeldCommand
 from bettercompute.session.inputs import CommandsMarked
 from bettercompute.session.welcome import command_frame

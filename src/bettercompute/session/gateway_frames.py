@@ -14,6 +14,7 @@ from bettercompute.delivery.commands import TERMINAL
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.session import busy
+from bettercompute.session.changes import changed
 from bettercompute.session.effects import (
     AskSecret,
     AskWorkloadToken,
@@ -24,7 +25,7 @@ from bettercompute.session.effects import (
     RequestSpec,
     SendFrame,
 )
-from bettercompute.session.gateway_state import GatewaySession, changed
+from bettercompute.session.gateway_state import GatewaySession
 
 Outcome = tuple[GatewaySession, tuple[GatewayEffect, ...]]
 

@@ -18,6 +18,7 @@ from bettercompute.protocol.limits import MAX_RUNNING_COMMANDS
 from bettercompute.protocol.statuses import Reason, refuse
 from bettercompute.protocol.validation import validate_for_store
 from bettercompute.session import closing, inputs, liveness
+from bettercompute.session.changes import changed
 from bettercompute.session.closing import Cause
 from bettercompute.session.dispatch import (
     answered,
@@ -29,7 +30,7 @@ from bettercompute.session.dispatch import (
 )
 from bettercompute.session.effects import Close, GatewayEffect, PokeDispatch, SendFrame
 from bettercompute.session.gateway_frames import frame_received, without
-from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand, changed
+from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, LaneDemand
 from bettercompute.session.hello_plan import HelloPlan
 from bettercompute.session.welcome import cancel_frame, desired_frame, opening_frames, spec_to_offer
 
@@ -119,7 +120,7 @@ def step(state: GatewaySession, given: inputs.GatewayInput, now_ms: int) -> Outc
     except Refused as error:
         effects = (closing.close_refused(error),)
     if effects and isinstance(effects[-1], Close):
-        state = replace(state, closed=True)
+        state = changed(state, closed=True)
     return state, effects
 
 
@@ -144,7 +145,7 @@ def _route(state: GatewaySession, given: inputs.GatewayInput, now_ms: int) -> Ou
             return _spec_published(state, spec, requested=requested)
         case inputs.DrainRequested(reconnect_after_ms, reason):
             drain = messages.Drain(reconnect_after_ms=reconnect_after_ms, reason=reason)
-            draining = replace(state, drain_at_ms=now_ms + reconnect_after_ms)
+            draining = changed(state, drain_at_ms=now_ms + reconnect_after_ms)
             return draining, (SendFrame(messages.ServerFrame(drain=drain)),)
         case inputs.TunnelRequested(tunnel_id, ticket):
             request = messages.OpenTunnel(tunnel_id=tunnel_id, ticket=ticket)
@@ -227,7 +228,7 @@ def _spec_published(state: GatewaySession, spec: StoredSpec, *, requested: bool)
     )
     if offered is None:
         return state, ()
-    return replace(state, offered_generation=max(spec.generation, state.offered_generation)), (
+    return changed(state, offered_generation=max(spec.generation, state.offered_generation)), (
         SendFrame(desired_frame(offered)),
     )
 

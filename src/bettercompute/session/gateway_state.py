@@ -6,8 +6,7 @@ Values only; the rules are elsewhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from bettercompute.delivery.lanes import GatewayLane
 from bettercompute.protocol import messages
@@ -16,7 +15,10 @@ from bettercompute.session.hello_plan import HeldCommand
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySession:
-    """One live session at the gateway. Times are on the monotonic clock of the process."""
+    """One live session at the gateway. Times are on the monotonic clock of the process.
+
+    Without slots, for `changed`.
+    """
 
     node_id: str
     session_id: str
@@ -59,22 +61,6 @@ class GatewaySession:
     awaits_new_journal: bool = False
     """Welcome said `new_journal`: nothing is sent before the daemon says Hello anew."""
     closed: bool = False
-
-
-_NAMES = frozenset(field.name for field in fields(GatewaySession))
-
-
-def changed(state: GatewaySession, **changes: Any) -> GatewaySession:
-    """Return a copy with these fields changed: `dataclasses.replace` at a quarter of its price.
-
-    A state is copied for each frame of each session, and has so many fields that copying it one by one in Python was a
-    tenth of what a command cost the gateway. That is also why it has no slots.
-    """
-    if not changes.keys() <= _NAMES:
-        raise TypeError(f"a session has no {', '.join(sorted(changes.keys() - _NAMES))}")
-    copied = object.__new__(GatewaySession)
-    copied.__dict__.update(state.__dict__, **changes)
-    return copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

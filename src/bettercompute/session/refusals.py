@@ -8,11 +8,11 @@ by them. See docs/security.md, "What a gateway can do"; decisions 0140.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from enum import StrEnum
 
 from bettercompute.protocol import messages
 from bettercompute.protocol.limits import MAX_RELAY_REFUSALS
+from bettercompute.session.changes import changed
 from bettercompute.session.daemon_state import DaemonSession
 
 OTHER = "other"
@@ -39,7 +39,7 @@ def counted(state: DaemonSession, what: Relayed, reason: str) -> DaemonSession:
     if key not in state.refused and len(state.refused) >= MAX_RELAY_REFUSALS - 1:
         key = (OTHER, OTHER)
     refused = {**state.refused, key: state.refused.get(key, 0) + 1}
-    return replace(state, refused=refused, refused_reported=False)
+    return changed(state, refused=refused, refused_reported=False)
 
 
 def reported(refused: Mapping[tuple[str, str], int]) -> list[messages.RelayRefusal]:

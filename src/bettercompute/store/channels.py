@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Node ids, separated by commas, that have something to send: a command, a cancel or a newer spec. `*` means any node.
+# Node ids, separated by commas, that have a new command which may go at once. `*` means any node.
+COMMANDS = "bc_commands"
+# Node ids that have something else to be sent, or may have anything: a command for later, a cancel, a newer spec.
 DISPATCH = "bc_dispatch"
 # A certificate was revoked. Payload: node ids, or `*`.
 REVOCATIONS = "bc_revocations"

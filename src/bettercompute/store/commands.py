@@ -162,7 +162,11 @@ async def enqueue(transaction: Transaction, commands: Sequence[NewCommand]) -> N
     missing = sorted({command.node_id for command in commands} - {row["node_id"] for row in rows})
     if missing:
         raise refuse(Reason.NOT_FOUND, f"no node {', '.join(missing[:10])}: `nodes list` shows the ones there are")
-    hints.tell_after(transaction, {channels.DISPATCH: [command.node_id for command in commands]})
+    named: dict[str, list[str]] = {}
+    for command in commands:
+        channel = channels.COMMANDS if command.not_before_ms is None else channels.DISPATCH
+        named.setdefault(channel, []).append(command.node_id)
+    hints.tell_after(transaction, named)
 
 
 async def poke_dispatch(queries: Queries, *, node_ids: Sequence[str]) -> None:

@@ -28,6 +28,9 @@ POOL_SIZE = 10
 IDLE_CONNECTION_MS = 300_000
 # Enough for every named statement on each connection.
 PREPARED_STATEMENTS_MAX = 512
+# Without end. asyncpg's own bound gives a connection up after 50,000 statements, which is minutes of load; the next one
+# prepares and plans everything anew while others wait for it, and the server bounds what a connection holds anyway.
+QUERIES_MAX = 2**62
 # A conflict is with one other transaction; five in a row mean that something else is wrong.
 RETRY_ATTEMPTS = 5
 RETRY_DELAY_MS = 20
@@ -221,6 +224,7 @@ class Database(Queries):
                 min_size=pool_size if rehearsed else min(pool_size_min, pool_size),
                 max_size=pool_size,
                 max_inactive_connection_lifetime=0 if rehearsed else IDLE_CONNECTION_MS / 1000,
+                max_queries=QUERIES_MAX,
                 init=prepare,
                 reset=_keep_as_is,
                 **_connect_options(application_name=application_name, limits=limits),
@@ -266,12 +270,14 @@ class Database(Queries):
             raise Unavailable(waited, reason=Reason.DATABASE) from None
         try:
             with _translated():
-                connection = await self._pool.acquire(timeout=ACQUIRE_TIMEOUT_MS / 1000)
+                # Bounded here: given a timeout, the pool makes a task for it.
+                async with asyncio.timeout(ACQUIRE_TIMEOUT_MS / 1000):
+                    connection = await self._pool.acquire()
             try:
                 yield connection
             finally:
                 with _translated():
-                    await self._pool.release(connection)
+                    await self._pool.release(connection, timeout=ACQUIRE_TIMEOUT_MS / 1000)
         finally:
             self._turns.release()
 

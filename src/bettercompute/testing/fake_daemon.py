@@ -40,6 +40,7 @@ from bettercompute.protocol.statuses import (
 )
 from bettercompute.session import clock, daemon_side, effects
 from bettercompute.session.authority import ANYBODY
+from bettercompute.session.changes import changed
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, Phase
 from bettercompute.session.effects import DaemonEffect, Redial, WaitThenDial
 from bettercompute.session.inputs import (
@@ -172,7 +173,7 @@ class FakeDaemon:
             boot_id=boot_id or self._world.ids.uuid7(),
             process_id=self._world.ids.uuid7(),
         )
-        self.state = replace(self.state, facts=facts)
+        self.state = changed(self.state, facts=facts)
         self.commands.process_id = facts.process_id
         self.commands.forget(unfinished_only=True)
         self.hang_up()
@@ -281,7 +282,7 @@ class FakeDaemon:
 
     def _tick(self) -> None:
         heard_ms = 0 if self._connection is None else self._connection.last_heard_ms
-        self.state = replace(self.state, lanes=self.commands.lanes or self.state.lanes)
+        self.state = changed(self.state, lanes=self.commands.lanes or self.state.lanes)
         self._step(DaemonTick(wall_ms=self._world.clock.now_ms(), load=NO_LOAD, last_heard_ms=heard_ms))
         self._schedule()
 
@@ -298,7 +299,7 @@ class FakeDaemon:
         else:
             if case == "welcome":  # what has ended since Hello is owed as well
                 self.protocol_version = frame.welcome.protocol_version
-                self.state = replace(self.state, entries=self.commands.entries())
+                self.state = changed(self.state, entries=self.commands.entries())
             if case == "ack":
                 self.commands.acked(frame.ack.command_ids)
                 self.on_ack(frame.ack)

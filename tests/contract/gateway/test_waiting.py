@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.waiting import Wait, decide
 from bettercompute.gateway import dispatch
 from bettercompute.protocol import messages
-from bettercompute.store import channels, waiting
+from bettercompute.store import channels, delivery, waiting
 from tests.contract.gateway import seed
 
 
@@ -53,6 +55,28 @@ async def test_what_falls_due_is_sent_then_and_not_at_some_poll(rig, monkeypatch
     rows = await rig.database.query("SELECT dispatched_at >= not_before AS after FROM commands WHERE state > 1")
     assert [row["after"] for row in rows] == [True, True]
     assert await reasons(rig, "tonight") == [Wait.NOT_BEFORE]
+
+
+async def test_a_command_that_may_go_at_once_costs_no_look(rig, monkeypatch):
+    monkeypatch.setattr(dispatch, "POLL_S", 3_600.0)
+    looks: asyncio.Queue[list[str]] = asyncio.Queue()
+    look_at = delivery.look_at
+
+    async def looked(database, node_ids, **arguments):
+        found = await look_at(database, node_ids, **arguments)
+        looks.put_nowait(list(node_ids))
+        return found
+
+    monkeypatch.setattr(delivery, "look_at", looked)
+    daemons = {name: await rig.connect(await rig.add_node(name)) for name in ("node-a", "node-b")}
+    begun: list[str] = []
+    while len(begun) < 2:
+        begun += await asyncio.wait_for(looks.get(), 30)
+    await seed.add_command(rig.database, "node-b", "c1")
+    await rig.database.query("SELECT pg_notify($1, 'node-b')", channels.COMMANDS)
+    assert (await daemons["node-b"].command()).command_id == "c1"
+    await rig.database.query("SELECT pg_notify($1, 'node-a')", channels.DISPATCH)
+    assert await asyncio.wait_for(looks.get(), 30) == ["node-a"]
 
 
 async def test_a_capability_lets_its_kind_through(rig):

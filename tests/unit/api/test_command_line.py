@@ -84,7 +84,8 @@ async def asked(dsn: str) -> AsyncIterator[Callable[[], object]]:
     """Waits until somebody was asked something: a notification for the gateways."""
     heard: asyncio.Queue[str] = asyncio.Queue()
     connection = await DedicatedConnection.open(dsn, application_name="tests")
-    await connection.listen(channels.DISPATCH, heard.put_nowait)
+    for channel in (channels.COMMANDS, channels.DISPATCH):
+        await connection.listen(channel, heard.put_nowait)
 
     async def wait() -> list[str]:
         return sorted((await asyncio.wait_for(heard.get(), 20)).split(","))

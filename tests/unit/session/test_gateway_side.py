@@ -22,6 +22,7 @@ from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS
 from bettercompute.protocol.statuses import Status
 from bettercompute.session import gateway_side, hello, inputs
+from bettercompute.session.changes import changed
 from bettercompute.session.effects import (
     AskSecret,
     AskWorkloadToken,
@@ -33,7 +34,7 @@ from bettercompute.session.effects import (
     RequestSpec,
     SendFrame,
 )
-from bettercompute.session.gateway_state import DispatchDemand, GatewaySession, changed
+from bettercompute.session.gateway_state import DispatchDemand, GatewaySession
 from bettercompute.session.hello_plan import CommandInFlight, HeldCommand, HelloFacts, HelloPlan, NodeFacts
 from tests.unit.session.world_in_memory import NODE_ID, START_MS, certificate_facts, empty_row, gateway_facts
 

@@ -73,13 +73,23 @@ async def enqueue(database, *names, node_id="n1", **changes):
         )
 
 
-async def test_commands_are_enqueued_and_their_gateways_poked(fleet, dsn):
-    heard: asyncio.Queue[str] = asyncio.Queue()
+@pytest.mark.parametrize(
+    ("not_before_ms", "channel"), [(None, channels.COMMANDS), (1_000, channels.DISPATCH)], ids=["now", "later"]
+)
+async def test_gateways_are_told_whether_a_command_may_go_at_once(fleet, dsn, not_before_ms, channel):
+    heard: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
     listener = await DedicatedConnection.open(dsn, application_name="tests")
-    await listener.listen(channels.DISPATCH, heard.put_nowait)
-    await enqueue(fleet, "c2", "c1", batch_id="b1", not_before_ms=1_000)
-    assert channels.names(await asyncio.wait_for(heard.get(), 30)) == frozenset({"n1"})
+    for name in (channels.COMMANDS, channels.DISPATCH):
+        await listener.listen(name, lambda payload, name=name: heard.put_nowait((name, payload)))
+    await enqueue(fleet, "c2", "c1", not_before_ms=not_before_ms)
+    await fleet.execute("commands.notify", channel=channels.DISPATCH, payloads=["last"])
+    assert await asyncio.wait_for(heard.get(), 30) == (channel, "n1")
+    assert await asyncio.wait_for(heard.get(), 30) == (channels.DISPATCH, "last")
     await listener.close()
+
+
+async def test_commands_are_enqueued(fleet):
+    await enqueue(fleet, "c2", "c1", batch_id="b1", not_before_ms=1_000)
     first, second = await commands.get_many(fleet, command_ids=["c1", "c2", "c3"])
     assert (first.state, first.payload, first.not_before_ms) == (CommandState.PENDING, {"sections": ["cpu"]}, 1_000)
     assert (first.attempt, first.timeout_ms, first.overdue) == (0, 60_000, False)

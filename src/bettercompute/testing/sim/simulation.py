@@ -38,6 +38,7 @@ from bettercompute.testing.sim.taps import FrameRules
 from bettercompute.testing.sim.virtual_loop import VirtualLoop
 
 CHANNELS = (
+    channels.COMMANDS,
     channels.DISPATCH,
     channels.REVOCATIONS,
     channels.OUTBOX,
