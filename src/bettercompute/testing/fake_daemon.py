@@ -168,11 +168,8 @@ class FakeDaemon:
 
     def reboot(self, boot_id: str = "") -> None:
         """Come back under another boot id, with nothing running. What has ended is still owed."""
-        facts = replace(
-            self.state.facts,
-            boot_id=boot_id or self._world.ids.uuid7(),
-            process_id=self._world.ids.uuid7(),
-        )
+        boot_id = boot_id or self._world.ids.uuid7()
+        facts = replace(self.state.facts, boot_id=boot_id, process_id=self._world.ids.uuid7())
         self.state = changed(self.state, facts=facts)
         self.commands.process_id = facts.process_id
         self.commands.forget(unfinished_only=True)
@@ -241,7 +238,7 @@ class FakeDaemon:
         metadata = {ATTEMPT_METADATA: str(wait.attempt)} if self.levers.says_attempt else {}
         self._outgoing.call = call = await kept.call(service.SESSION, metadata)
         leaf = kept.server_certificate
-        self.state = replace(
+        self.state = changed(
             self.state, entries=self.commands.entries(), advertised=self._advertised(self.state.advertised)
         )
         self._step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,6 +74,10 @@ async def enqueue(database, *names, node_id="n1", **changes):
         )
 
 
+def _hear(heard: asyncio.Queue[tuple[str, str]], channel: str, payload: str) -> None:
+    heard.put_nowait((channel, payload))
+
+
 @pytest.mark.parametrize(
     ("not_before_ms", "channel"), [(None, channels.COMMANDS), (1_000, channels.DISPATCH)], ids=["now", "later"]
 )
@@ -80,7 +85,7 @@ async def test_gateways_are_told_whether_a_command_may_go_at_once(fleet, dsn, no
     heard: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
     listener = await DedicatedConnection.open(dsn, application_name="tests")
     for name in (channels.COMMANDS, channels.DISPATCH):
-        await listener.listen(name, lambda payload, name=name: heard.put_nowait((name, payload)))
+        await listener.listen(name, partial(_hear, heard, name))
     await enqueue(fleet, "c2", "c1", not_before_ms=not_before_ms)
     await fleet.execute("commands.notify", channel=channels.DISPATCH, payloads=["last"])
     assert await asyncio.wait_for(heard.get(), 30) == (channel, "n1")
