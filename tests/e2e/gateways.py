@@ -23,6 +23,7 @@ from bettercompute.pki.keyfiles import KeyFolder
 from bettercompute.protocol import messages
 from bettercompute.services import pki_setup
 from bettercompute.store.database import Database, Row
+from bettercompute.store.limits import Limits
 from bettercompute.system import system_world
 from bettercompute.testing.fake_daemon import FakeDaemon
 from bettercompute.testing.fake_dial import Dial, over_tls
@@ -335,7 +336,9 @@ async def open_site(folder: Path, dsn: str) -> AsyncIterator[Site]:
     keys = KeyFolder(folder / "pki")
     pki_setup.initialise(keys, world=WORLD)
     pki_setup.issue_gateway(keys, names=("localhost", "127.0.0.1"), world=WORLD)
-    database = await Database.open(dsn, dice=WORLD.dice, application_name="tests")
+    # A statement that waits for a lock for good says so before the test's own time is over.
+    limits = Limits(statement_timeout_ms=30_000)
+    database = await Database.open(dsn, dice=WORLD.dice, application_name="tests", limits=limits)
     site = Site(folder, dsn, database, keys, certificates.generate_key())
     try:
         yield site
