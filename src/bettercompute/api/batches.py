@@ -18,7 +18,7 @@ from pydantic import BaseModel, StringConstraints
 from bettercompute.api import label_scopes
 from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
-from bettercompute.api.shapes import OutputShape, next_offset, output_shape, progress_json
+from bettercompute.api.shapes import OutputShape, next_offset, output_shapes, progress_json
 from bettercompute.api.storable import Id
 from bettercompute.api.targets import BATCH_NODES_MAX
 from bettercompute.delivery.commands import TERMINAL
@@ -254,7 +254,7 @@ async def get_output(
         items=[
             CommandOutput(
                 id=item.command_id,
-                pieces=[output_shape(piece) for piece in item.pieces],
+                pieces=output_shapes(item.pieces, from_offset=offsets[item.command_id]),
                 next_offset=next_offset(item.pieces, from_offset=offsets[item.command_id]),
                 progress=progress_json(item.progress),
             )

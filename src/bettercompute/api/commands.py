@@ -13,7 +13,7 @@ from bettercompute.api.auth import Principal, Role, require
 from bettercompute.api.context import ApiContext, Context
 from bettercompute.api.enqueue import Wanted, check_times, enqueue, kind_named
 from bettercompute.api.paging import PAGE_ROWS, AfterId, Limit, Page, SelectorText, command_state
-from bettercompute.api.shapes import CommandShape, OutputShape, command_shape, next_offset, output_shape
+from bettercompute.api.shapes import CommandShape, OutputShape, command_shape, next_offset, output_shapes
 from bettercompute.api.storable import Body, Id, JsonObject, Text
 from bettercompute.api.targets import BATCH_NODES_MAX, Targets, choose
 from bettercompute.delivery import selectors
@@ -253,7 +253,7 @@ async def get_output(
         raise refuse(Reason.NOT_FOUND, f"no command {command_id}: `commands list` shows the latest")
     pieces = await commands.output(context.database, command_id=command_id, from_offset=from_offset)
     return Output(
-        items=[output_shape(piece) for piece in pieces],
+        items=output_shapes(pieces, from_offset=from_offset),
         next_offset=next_offset(pieces, from_offset=from_offset),
     )
 

@@ -344,13 +344,17 @@ def progress_json(progress: bytes | None) -> dict[str, Any] | None:
     return None if progress is None else message_json(messages.CommandProgress.FromString(progress))
 
 
-def output_shape(piece: OutputPiece) -> OutputShape:
-    """Return a piece of output."""
-    return OutputShape(
-        offset=piece.output_offset,
-        data_base64=base64.b64encode(piece.data).decode(),
-        dropped_bytes=piece.dropped_bytes,
-    )
+def output_shapes(pieces: Sequence[OutputPiece], *, from_offset: int) -> list[OutputShape]:
+    """Return pieces of output, each with what is missing before it: by the node's bound, by ours, or for want of a
+    session while it was written.
+    """
+    shapes = []
+    for piece in pieces:
+        missing = max(piece.dropped_bytes, piece.output_offset - from_offset)
+        data = base64.b64encode(piece.data).decode()
+        shapes.append(OutputShape(offset=piece.output_offset, data_base64=data, dropped_bytes=missing))
+        from_offset = next_offset((piece,), from_offset=from_offset)
+    return shapes
 
 
 def next_offset(pieces: Sequence[OutputPiece], *, from_offset: int) -> int:

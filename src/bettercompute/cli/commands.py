@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import codecs
 import json as json_module
 from itertools import islice
 from typing import Annotated
@@ -81,10 +82,20 @@ def show(command_id: str, api: Api = None, json: Json = False) -> None:
     )
     if command["result"] is not None:
         output.console.print_json(data=command["result"])
-    for piece in output.run(lambda: client.get(path_of("commands", command_id, "output")))["items"]:
-        if piece["dropped_bytes"]:
-            output.note(f"[{piece['dropped_bytes']} bytes of output were dropped here]")
-        output.print_output(base64.b64decode(piece["data_base64"]).decode("utf-8", "replace"))
+    _print_output(client, command_id)
+
+
+def _print_output(client: ApiClient, command_id: str) -> None:
+    """Print what is kept of a command's output, to its end as it is now."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a piece may end within a character
+    path, offset = path_of("commands", command_id, "output"), 0
+    while (answer := output.run(lambda: client.get(path, from_offset=offset)))["items"]:  # noqa: B023 - called at once
+        for piece in answer["items"]:
+            if piece["dropped_bytes"]:
+                output.note(f"[{piece['dropped_bytes']} bytes of output were dropped here]")
+            output.print_output(decoder.decode(base64.b64decode(piece["data_base64"])))
+        offset = answer["next_offset"]
+    output.print_output(decoder.decode(b"", final=True))
 
 
 @app.command()

@@ -244,14 +244,15 @@ class Ingest:
             acks = await delivery.store_events(self._database, merged.event_news())
         if merged.statuses:
             await delivery.store_statuses(self._database, list(merged.statuses.values()))
+        if merged.output:
+            # Before the ends: who follows a command reads no further once it has ended.
+            await delivery.store_output(self._database, merged.output)
         if merged.commands:
             counts = await delivery.store_command_news(
                 self._database, list(merged.commands.values()), event_type=telemetry.EVENT_COMMAND_FINISHED
             )
             self._metrics.facts_late.inc(counts.late)
             self._metrics.facts_backwards.inc(counts.backwards)
-        if merged.output:
-            await delivery.store_output(self._database, merged.output)
         if merged.sections:
             await inventory.store_sections(self._database, list(merged.sections.values()))
         if merged.hashes:

@@ -23,6 +23,8 @@ from bettercompute.store.sessions import Lease, SessionKey
 CONDITION_STATUSES: Mapping[int, str] = {1: "true", 2: "false", 3: "unknown"}
 # The unit separator: no id, type, number or JSON text holds one.
 COLUMN_SEPARATOR = "\x1f"
+# What a piece of output counts for at least, however short: so many of a command are kept at most, 4,096.
+OUTPUT_PIECE_BYTES_MIN = 16
 SEEN: Mapping[int, CommandState | None] = {2: None, 3: CommandState.ACKED, 4: CommandState.RUNNING}
 
 
@@ -237,6 +239,7 @@ async def store_output(queries: Queries, pieces: Sequence[OutputPiece]) -> None:
         "delivery.trim_output",
         command_ids=sorted({piece.command_id for piece in pieces}),
         kept_bytes=MAX_OUTPUT_BYTES,
+        piece_bytes_min=OUTPUT_PIECE_BYTES_MIN,
     )
 
 

@@ -59,10 +59,11 @@ def acked(daemon) -> list[str]:
 
 async def test_no_ack_before_the_commit(rig, gate):
     daemon = await running(rig, "node-a", "c1")
-    daemon.update("c1", messages.COMMAND_STATE_SUCCEEDED, attempt=1)
+    daemon.update("c1", messages.COMMAND_STATE_SUCCEEDED, attempt=1, output=messages.CommandOutput(data=b"the end"))
     await asyncio.wait_for(gate.reached.wait(), 10)
     waiting = asyncio.create_task(daemon.receive("ack"))
-    await rig.database.query("SELECT 1")
+    [row] = await rig.database.query("SELECT data FROM command_output")
+    assert row["data"] == b"the end", "whoever follows a command reads no further once it has ended"
     assert not waiting.done()
     assert await seed.state_of(rig.database, "c1") == CommandState.DISPATCHED
     gate.open.set()

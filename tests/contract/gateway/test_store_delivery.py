@@ -403,6 +403,17 @@ async def test_the_last_output_of_a_command_is_kept(fleet):
     assert row["bytes"] == 4 * size
 
 
+async def test_pieces_of_nothing_are_not_kept_without_number(fleet):
+    await seed.add_command(fleet, "node-a", "c1", state=4, key=KEY)
+    pieces = [
+        delivery.OutputPiece(node_id="node-a", command_id="c1", offset=number, data=b"", dropped_bytes=1)
+        for number in range(5_000)
+    ]
+    await delivery.store_output(fleet, pieces)
+    [row] = await fleet.query("SELECT count(*) AS pieces, min(output_offset) AS first FROM command_output")
+    assert (row["pieces"], row["first"]) == (4_096, 904)
+
+
 async def test_cancels_and_the_poll_name_the_nodes_with_work(fleet):
     poll = partial(delivery.nodes_with_work, fleet, gateway_id=seed.LEASE.gateway_id)
     await seed.add_command(fleet, "node-a", "later", not_before_s=60)

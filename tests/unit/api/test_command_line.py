@@ -277,6 +277,21 @@ async def test_a_slow_reader_over_a_socket_sees_why_it_was_dropped(context, serv
     assert told.count(b"\nevent: node.joined") < 600
 
 
+async def test_a_command_is_shown_with_all_of_its_output(bettercompute, asked, database, four_nodes) -> None:
+    made = await bettercompute("run", "inventory.refresh", "--node", "n1", "--detach", "--json")
+    command_id = json.loads(made.stdout)["commands"][0]["id"]
+    await database.query(
+        "INSERT INTO command_output (command_id, output_offset, node_id, data) "
+        "SELECT $1, n, 'n1', CASE n WHEN 150 THEN '\\xc3'::bytea WHEN 151 THEN '\\xa9' ELSE '.' END "
+        "FROM generate_series(10, 250) n",
+        command_id,
+    )
+    shown = await bettercompute("commands", "show", command_id)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.endswith("." * 140 + "é" + "." * 99)
+    assert "[10 bytes of output were dropped here]" in shown.stderr
+
+
 async def test_api_tokens_from_the_command_line(bettercompute) -> None:
     made = await bettercompute(
         "api-token", "create", "ci", "--role", "viewer", "--label", "rack=7", token="secret-admin"

@@ -179,7 +179,7 @@ async def test_output_is_read_piece_by_piece(clients: Clients, context: ApiConte
     command_id = made["commands"][0]["id"]
     await context.database.query(
         "INSERT INTO command_output (command_id, output_offset, node_id, data, dropped_bytes)"
-        " VALUES ($1, 3, 'n1', 'abc', 3), ($1, 6, 'n1', 'de', 0)",
+        " VALUES ($1, 3, 'n1', 'abc', 2), ($1, 6, 'n1', 'de', 0), ($1, 20, 'n1', 'f', 5)",
         command_id,
     )
     path = f"/v1/commands/{command_id}/output"
@@ -187,6 +187,7 @@ async def test_output_is_read_piece_by_piece(clients: Clients, context: ApiConte
     assert [(item["offset"], item["data_base64"], item["dropped_bytes"]) for item in whole["items"]] == [
         (3, "YWJj", 3),
         (6, "ZGU=", 0),
-    ]
+        (20, "Zg==", 12),
+    ], "what is missing is counted, whoever lost it"
     assert (await clients["viewer"].get(path, params={"from_offset": whole["next_offset"]})).json()["items"] == []
     assert (await clients["viewer"].get("/v1/commands/none/output")).status_code == 404

@@ -154,10 +154,12 @@ ON CONFLICT DO NOTHING;
 -- name: delivery.trim_output
 -- fact
 WITH sized AS MATERIALIZED (
-  -- By what is there and not by offsets, which are the daemon's word: a piece at each of them would be kept.
+  -- By what is there and not by offsets, which are the daemon's word: a piece at each of them would be kept. Nor may
+  -- pieces of nothing be without number: each of them is read again with the next one.
   SELECT o.command_id, o.output_offset,
-    sum(octet_length(o.data)) OVER (PARTITION BY o.command_id ORDER BY o.output_offset DESC) - octet_length(o.data)
-      AS bytes_after
+    sum(greatest(octet_length(o.data), :piece_bytes_min::int))
+      OVER (PARTITION BY o.command_id ORDER BY o.output_offset DESC ROWS UNBOUNDED PRECEDING)
+      - greatest(octet_length(o.data), :piece_bytes_min::int) AS bytes_after
   FROM command_output o WHERE o.command_id = ANY (:command_ids::text[])
 ), locked AS MATERIALIZED (
   SELECT o.command_id, o.output_offset
