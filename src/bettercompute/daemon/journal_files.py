@@ -29,9 +29,11 @@ _FAILED_PRECONDITION = 9
 # Where fsync or file locks are known to mean less than they say.
 NETWORK_FILE_SYSTEMS = frozenset(
     {
-        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "9p", "virtiofs", "davfs", "fuse.davfs2"),
-        *("ceph", "fuse.ceph", "glusterfs", "fuse.glusterfs", "lustre", "beegfs", "gpfs", "ocfs2", "gfs2", "orangefs"),
-        *("fuse.sshfs", "fuse.s3fs", "fuse.juicefs", "fuse.rclone"),
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "coda", "9p", "virtiofs", "davfs", "fuse.davfs2"),
+        *("ceph", "fuse.ceph", "fuse.ceph-fuse", "glusterfs", "fuse.glusterfs", "lustre", "beegfs", "beegfs_nodev"),
+        *("gpfs", "ocfs2", "gfs2", "orangefs", "pvfs2", "wekafs", "panfs", "vboxsf", "fuse.vmhgfs-fuse"),
+        *("fuse.sshfs", "fuse.s3fs", "fuse.juicefs", "fuse.rclone", "fuse.gcsfuse", "fuse.goofys", "fuse.blobfuse2"),
+        *("fuse.mountpoint-s3", "fuse.seaweedfs", "fuse.mfs", "fuse.mfsmount", "fuse.alluxio-fuse"),
     }
 )
 

@@ -249,6 +249,11 @@ def _no_credit(facts: WaitingFacts) -> str | None:
 def _held_back(facts: WaitingFacts) -> str | None:
     if not facts.held_back:
         return None
+    if facts.busy_count:
+        return (
+            f"it is in flight, and {facts.node_id} has refused it BUSY {facts.busy_count} times when it was sent "
+            "again: it is held back until its back-off is over, then sent before anything that is pending"
+        )
     return "it is in flight since an earlier session and held back: it is sent again before anything that is pending"
 
 

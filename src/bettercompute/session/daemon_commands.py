@@ -118,7 +118,8 @@ def _lost(state: DaemonSession, delivery: _Delivery, *, now_ms: int) -> Outcome:
     update = daemon_answers.update_of(state, body.command_id, attempt, CommandState.FAILED, now_ms=now_ms)
     update.reason = resume.JOURNAL_LOST
     update.message = "this journal does not know the command, which was seen running before; it is not run twice"
-    if _why_busy(state, delivery, kept=False) is not None:
+    done_unacked, ids = _held_counts(state)
+    if not journal_rules.has_room(done_unacked=done_unacked, ids=ids, journal_full=state.journal_full):
         return state, daemon_answers.answer(state, update)
     entry = JournalEntry(
         command_id=body.command_id,
@@ -133,15 +134,10 @@ def _lost(state: DaemonSession, delivery: _Delivery, *, now_ms: int) -> Outcome:
     return state, (AcceptCommand(entry, delivery.frame.SerializeToString()), *effects)
 
 
-def _why_busy(state: DaemonSession, delivery: _Delivery, *, kept: bool) -> busy.WhyBusy | None:
-    """Return what leaves no room for a command; `kept`: the journal holds it already."""
-    return busy.why_busy(
-        state.lanes[delivery.body.lane],
-        done_unacked=sum(1 for other in state.entries.values() if other.done),
-        ids=len(state.entries) + len(state.settled) + len(state.cancelled),
-        journal_full=state.journal_full,
-        kept=kept,
-    )
+def _held_counts(state: DaemonSession) -> tuple[int, int]:
+    """Return how many results are owed, and how many ids the journal holds."""
+    done_unacked = sum(1 for entry in state.entries.values() if entry.done)
+    return done_unacked, len(state.entries) + len(state.settled) + len(state.cancelled)
 
 
 def _is_same(entry: JournalEntry, delivery: _Delivery) -> bool:
@@ -165,7 +161,14 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
         state = refusals.counted(state, Relayed.COMMAND, busy.WhyBusy.NOT_BEFORE.value)
         message = f"not_before is {body.not_before_ms} ms, it is {time_ms} ms by this session's time: try again later"
         return _rejected(state, delivery, messages.COMMAND_REJECT_REASON_BUSY, message, now_ms=now_ms)
-    why = _why_busy(state, delivery, kept=entry is not None)
+    done_unacked, ids = _held_counts(state)
+    why = busy.why_busy(
+        state.lanes[body.lane],
+        done_unacked=done_unacked,
+        ids=ids,
+        journal_full=state.journal_full,
+        kept=entry is not None,
+    )
     if why is not None:
         message = f"{why.value}: try again later"
         return _rejected(state, delivery, messages.COMMAND_REJECT_REASON_BUSY, message, now_ms=now_ms)

@@ -43,9 +43,12 @@ def test_an_unreadable_mount_table_tells_nothing(tmp_path: Path) -> None:
     assert file_system_of(tmp_path, tmp_path / "missing") == ""
 
 
-def test_a_network_file_system_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_files, "file_system_of", lambda *_: "nfs4")
-    with pytest.raises(Refused, match=r"network file system \(nfs4\).*local disk") as caught:
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.ceph-fuse", "pvfs2", "wekafs"])
+def test_a_network_file_system_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(journal_files, "file_system_of", lambda *_: kind)
+    with pytest.raises(Refused, match=rf"network file system \({kind}\).*local disk") as caught:
         prepare_folder(tmp_path / "state")
     assert caught.value.reason == "network-file-system"
 

@@ -92,6 +92,7 @@ AWAY: dict[str, Any] = {
         ({"state": CommandState.RUNNING, "cancel_requested": True}, Wait.CANCEL, "cancel"),
         ({"state": CommandState.RUNNING, **AWAY}, Wait.NO_SESSION, "disconnected"),
         ({"state": CommandState.ACKED, "held_back": True, "holders": HOLDERS}, Wait.HELD_BACK, "earlier session"),
+        ({"state": CommandState.ACKED, "held_back": True, "busy_count": 3}, Wait.HELD_BACK, "n1 has refused it BUSY 3"),
     ],
 )
 def test_each_reason(changes, wait, says) -> None:
