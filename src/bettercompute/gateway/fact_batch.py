@@ -86,6 +86,7 @@ def _add_command(batch: FactBatch, node_id: str, fact: CommandFact, draw_id: Cal
                 offset=fact.output_offset,
                 data=fact.output,
                 dropped_bytes=fact.output_dropped_bytes,
+                attempt=fact.attempt,
             )
         )
     key = (node_id, fact.command_id)

@@ -87,6 +87,12 @@ class OutputPiece:
     offset: int
     data: bytes
     dropped_bytes: int
+    attempt: int = 1
+
+    @property
+    def begins_anew(self) -> bool:
+        """Say whether a later run of the command begins with it: nothing was told of that run before."""
+        return self.attempt > 1 and self.offset == self.dropped_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +232,17 @@ async def store_statuses(queries: Queries, statuses: Sequence[StatusNews]) -> No
 
 
 async def store_output(queries: Queries, pieces: Sequence[OutputPiece]) -> None:
-    """Write pieces of live output; of a command about the last 64 KiB are kept."""
+    """Write pieces of live output; of a command about the last 64 KiB of its last run are kept."""
+    begun: dict[tuple[str, str], int] = {}
+    for number, piece in enumerate(pieces):
+        if piece.begins_anew:
+            begun[piece.command_id, piece.node_id] = number
+    if begun:
+        command_ids, node_ids = zip(*sorted(begun), strict=True)
+        await queries.execute("delivery.drop_output", command_ids=list(command_ids), node_ids=list(node_ids))
+        pieces = [
+            piece for number, piece in enumerate(pieces) if number >= begun.get((piece.command_id, piece.node_id), 0)
+        ]
     await queries.execute(
         "delivery.store_output",
         command_ids=[piece.command_id for piece in pieces],

@@ -403,6 +403,23 @@ async def test_the_last_output_of_a_command_is_kept(fleet):
     assert row["bytes"] == 4 * size
 
 
+async def test_what_a_command_writes_when_it_runs_again_takes_the_place_of_what_it_wrote_before(fleet):
+    def written(offset: int, data: bytes, *, attempt: int, command_id: str = "c1") -> delivery.OutputPiece:
+        return delivery.OutputPiece(
+            node_id="node-a", command_id=command_id, offset=offset, data=data, dropped_bytes=0, attempt=attempt
+        )
+
+    for command_id in ("c1", "c2"):
+        await seed.add_command(fleet, "node-a", command_id, state=4, key=KEY)
+    before = [written(0, b"other", attempt=2, command_id="c2"), written(0, b"first", attempt=1)]
+    await delivery.store_output(fleet, before)
+    again = [written(5, b" run", attempt=1), written(0, b"2nd", attempt=2), written(3, b" run", attempt=2)]
+    for pieces in (again, again, [written(7, b"!", attempt=2)]):
+        await delivery.store_output(fleet, pieces)
+    rows = await fleet.query("SELECT data FROM command_output ORDER BY command_id, output_offset")
+    assert [row["data"] for row in rows] == [b"2nd", b" run", b"!", b"other"]
+
+
 async def test_pieces_of_nothing_are_not_kept_without_number(fleet):
     await seed.add_command(fleet, "node-a", "c1", state=4, key=KEY)
     pieces = [

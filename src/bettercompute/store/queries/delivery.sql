@@ -151,6 +151,18 @@ JOIN commands c ON c.id = u.command_id AND c.node_id = u.node_id
 ORDER BY u.command_id, u.output_offset
 ON CONFLICT DO NOTHING;
 
+-- name: delivery.drop_output
+-- fact
+WITH locked AS MATERIALIZED (
+  SELECT o.command_id, o.output_offset FROM command_output o
+  WHERE o.command_id = ANY (:command_ids::text[])
+    AND (o.command_id, o.node_id) IN (SELECT * FROM unnest(:command_ids::text[], :node_ids::text[]))
+  ORDER BY o.command_id, o.output_offset
+  FOR UPDATE OF o
+)
+DELETE FROM command_output o USING locked
+WHERE o.command_id = locked.command_id AND o.output_offset = locked.output_offset;
+
 -- name: delivery.trim_output
 -- fact
 WITH sized AS MATERIALIZED (
