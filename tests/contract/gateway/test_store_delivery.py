@@ -302,11 +302,15 @@ async def test_a_busy_command_is_never_sent_sooner_than_was_asked(fleet):
     assert row["as_asked"]
 
 
-async def test_a_busy_command_with_a_cancel_is_cancelled_and_published(fleet):
-    await seed.add_command(fleet, "node-a", "c1", state=2, key=KEY)
+@pytest.mark.parametrize(
+    ("state", "says"), [(CommandState.DISPATCHED, "before the node accepted it"), (CommandState.RUNNING, "too busy")]
+)
+async def test_a_busy_command_with_a_cancel_is_cancelled_and_published(fleet, state, says):
+    await seed.add_command(fleet, "node-a", "c1", state=int(state), key=KEY)
     await fleet.query("UPDATE commands SET cancel_requested_at = now(), cancel_requested_by = 'op'")
     result = await delivery.put_back(fleet, [busy("c1")], lease=seed.LEASE, event_type="command.finished")
     assert result["c1"].state is CommandState.CANCELLED
+    assert says in (await fleet.query("SELECT message FROM commands"))[0]["message"]
     assert len(await fleet.query("SELECT FROM outbox")) == 1
 
 

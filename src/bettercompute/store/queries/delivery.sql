@@ -281,7 +281,9 @@ WITH said AS MATERIALIZED (
     not_before = CASE WHEN locked.state = 2 THEN greatest(compute_now() + ms(locked.back_off_ms), c.asked_not_before)
                       ELSE c.not_before END,
     reason = CASE WHEN c.cancel_requested_at IS NULL THEN c.reason ELSE 'cancelled' END,
-    message = CASE WHEN c.cancel_requested_at IS NULL THEN c.message ELSE 'cancelled before the node accepted it' END,
+    message = CASE WHEN c.cancel_requested_at IS NULL THEN c.message
+                   WHEN locked.state = 2 THEN 'cancelled before the node accepted it'
+                   ELSE 'cancelled while the node was too busy to take it up again' END,
     finished_at = CASE WHEN c.cancel_requested_at IS NULL THEN NULL ELSE compute_now() END
   FROM locked
   WHERE c.id = locked.id
