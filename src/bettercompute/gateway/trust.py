@@ -15,6 +15,8 @@ from bettercompute.protocol.frames import decode_message
 log = structlog.get_logger("bettercompute.gateway.trust")
 
 POLL_S = 60.0
+# After one that could not be had: whoever says Hello meanwhile is told no bundle, and asked to come anew for it later.
+RETRY_S = 5.0
 
 
 class PublishedTrust:
@@ -33,16 +35,16 @@ class PublishedTrust:
         self._woken.set()
 
     async def run(self) -> None:
-        """Ask until cancelled, once a minute and when poked."""
+        """Ask until cancelled: once a minute, when poked, and soon after a failure."""
         while True:
-            await self.read()
+            wait_s = POLL_S if await self.read() else RETRY_S
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(wait_s):
                     await self._woken.wait()
             self._woken.clear()
 
-    async def read(self) -> None:
-        """Ask for the published bundle; one that cannot be had now leaves the last one in place."""
+    async def read(self) -> bool:
+        """Ask for the published bundle, and say whether there was an answer; without one the last stays in place."""
         try:
             published = await self._services.trust_bundle()
             if published is not None and published[0] > self.version:
@@ -51,3 +53,5 @@ class PublishedTrust:
                 self.renewed.set()
         except BetterComputeError as error:
             log.warning("trust bundle not read", error=error.message)
+            return False
+        return True

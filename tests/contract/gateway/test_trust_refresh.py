@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from bettercompute.gateway import trust
 from bettercompute.protocol import messages
 from tests.contract.gateway.rig import Rig
 
@@ -32,3 +33,21 @@ async def test_who_was_told_an_older_bundle_is_asked_to_reconnect_once(rig: Rig)
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_a_bundle_that_could_not_be_had_is_asked_for_again_soon(rig: Rig, monkeypatch) -> None:
+    monkeypatch.setattr(trust, "RETRY_S", 0.05)
+    behind = await rig.connect(await rig.add_node("n1"), trust_version=1)
+    asked = asyncio.Event()
+    trust_bundle = rig.services.trust_bundle
+
+    async def answer():
+        asked.set()
+        return await trust_bundle()
+
+    monkeypatch.setattr(rig.services, "trust_bundle", answer)
+    rig.services.failure = RuntimeError("away")
+    rig.gateway.trust.poke()
+    await asyncio.wait_for(asked.wait(), 20)
+    rig.services.bundle, rig.services.failure = (2, BUNDLE), None
+    await behind.receive("drain")

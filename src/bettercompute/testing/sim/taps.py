@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from bettercompute.gateway import trust_refresh
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS
 from bettercompute.testing.sim.invariants import PENDING, TERMINAL_FROM, Verdict
@@ -61,6 +62,8 @@ class FrameRules:
         """At which epoch each machine was welcomed last, and when."""
         self._welcomed_before_ms: dict[str, int] = {}
         """When each machine had been welcomed the time before that."""
+        self.sent_for_trust: Counter[str] = Counter()
+        """How often each node was asked to come anew for a trust bundle."""
         self.told_events: dict[tuple[str, str], dict[int, str]] = {}
         """Ids of the events that were said, by seq, of each node's journals."""
 
@@ -72,6 +75,8 @@ class FrameRules:
                 self._welcome(node_id, frame.welcome, machine=machine, stream=stream)
             case "command":
                 self._command(node_id, frame.command, stream=stream)
+            case "drain":
+                self.sent_for_trust[node_id] += frame.drain.reason == trust_refresh.REASON
             case "ack" if stream > self._stale_streams:
                 self._ack(node_id, frame.ack)
 
