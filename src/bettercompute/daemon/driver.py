@@ -8,6 +8,7 @@ docs/daemon.md, "How it is made"; decisions 0083.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from bettercompute.session.inputs import (
     EventsSent,
     JournalRefused,
     JournalRenewed,
+    JournalRoom,
     ServerFrameReceived,
 )
 from bettercompute.world import World
@@ -40,6 +42,9 @@ log = structlog.get_logger("bcd.session")
 
 # Frames of the gateway that wait for the rules; more stay in the transport, which then takes no more from the wire.
 QUEUED_INPUTS_MAX = 256
+
+# Tells how many events found no room since the daemon began, once there is some.
+EVENTS_DROPPED = "journal.events-dropped"
 
 # What seq, flags and framing add to each event of a batch, at most.
 _EVENT_FRAMING_BYTES = 32
@@ -76,6 +81,7 @@ class Driver:
         """Called after each step, with its input."""
         self.dropped_events = 0
         """Events that found no room in the journal."""
+        self._dropped_told = 0
         self._world = world
         self._journal = journal
         self._shell = shell
@@ -124,8 +130,10 @@ class Driver:
             given = await self._next()
             if isinstance(given, _NewEvent):
                 await self._journal_event(given)
-            else:
-                await self._take(given)
+                continue
+            await self._take(given)
+            if isinstance(given, JournalRoom) and not given.full and self.dropped_events > self._dropped_told:
+                self.record_event(EVENTS_DROPPED, json.dumps({"dropped": self.dropped_events}))
 
     async def _next(self) -> DaemonInput | _NewEvent:
         if self._first:
@@ -233,10 +241,14 @@ class Driver:
         try:
             await self._journal.write(AppendEvents((entry,)))
         except Unavailable:
+            if new.type == EVENTS_DROPPED:
+                return  # told when there is room again
             self.dropped_events += 1
             log.warning("an event was dropped: the journal has no room", type=new.type, dropped=self.dropped_events)
             return
         self._event_seq = entry.seq
+        if new.type == EVENTS_DROPPED:
+            self._dropped_told = self.dropped_events
         await self._take(EventsJournaled(self._event_seq))
 
     async def _renumber(self, journal_id: str) -> None:

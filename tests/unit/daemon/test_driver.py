@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bettercompute.daemon import driver as driver_module
+from bettercompute.daemon import group_commit
 from bettercompute.daemon.driver import Driver
 from bettercompute.daemon.group_commit import Journal
 from bettercompute.delivery.commands import CommandState
@@ -21,7 +23,14 @@ from bettercompute.session import daemon_side, effects
 from bettercompute.session.authority import ANYBODY, Authority
 from bettercompute.session.daemon_state import Advertised, DaemonFacts, DaemonSession, JournalFacts
 from bettercompute.session.effects import DaemonEffect
-from bettercompute.session.inputs import DaemonTick, Dialed, HandlerFinished, ServerFrameReceived, TrustHeld
+from bettercompute.session.inputs import (
+    DaemonTick,
+    Dialed,
+    HandlerFinished,
+    JournalRoom,
+    ServerFrameReceived,
+    TrustHeld,
+)
 from bettercompute.system import system_world
 from tests.unit.daemon.journal_samples import SMALL
 
@@ -210,13 +219,20 @@ async def test_events_are_journaled_numbered_and_sent_when_there_is_a_session(be
     assert [entry.seq for entry in await bench.journal.events_after(0, limit=9, limit_bytes=9_999)] == [5]
 
 
-async def test_an_event_without_room_is_dropped_and_counted(bench: Bench) -> None:
+async def test_an_event_without_room_is_dropped_and_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_commit, "RECOVERY_INTERVAL_S", 0.02)
     await bench.welcome()
     bench.driver.record_event("test.large", "x" * SMALL.max_bytes)
     bench.driver.record_event("test.small")
-    while bench.driver.dropped_events == 0:
+    while bench.driver.dropped_events < 2:
         await bench.journal.update("")
-    assert bench.driver.dropped_events >= 1
+    # As the journal's health tells it, once it takes entries again: told with the next event that there is room for.
+    bench.driver.give(JournalRoom(full=False))
+    while not bench.journal.health.accepting:
+        await bench.journal.update("")
+    bench.driver.give(JournalRoom(full=False))
+    [event] = (await bench.outside.frame("events")).events.events
+    assert (event.type, json.loads(event.payload_json)) == (driver_module.EVENTS_DROPPED, {"dropped": 2})
 
 
 async def test_a_stored_result_is_sent_again_from_the_journal(bench: Bench) -> None:
