@@ -228,7 +228,13 @@ class Dispatcher:
 
     async def _dispatch_to(self, names: Sequence[str]) -> None:
         live = {name: session for name in names if (session := self._registry.get(name)) is not None}
-        demands = [demand for session in live.values() if (demand := gateway_side.wants(session.state)) is not None]
+        demands = []
+        for session in live.values():
+            demand = gateway_side.wants(session.state)
+            if demand is not None:
+                demands.append(demand)
+            else:  # nothing was asked, so nothing is known
+                session.nothing_pending = False
         if not demands:
             return
         try:

@@ -79,6 +79,25 @@ async def test_a_command_that_may_go_at_once_costs_no_look(rig, monkeypatch):
     assert await asyncio.wait_for(looks.get(), 30) == ["node-a"]
 
 
+async def test_what_comes_while_no_lane_has_a_credit_goes_with_the_next_one(rig):
+    daemon = await rig.connect(await rig.add_node("node-a"))
+    session = rig.gateway.life.registry.get("node-a")
+
+    def told(*, free: int) -> messages.AgentFrame:
+        lanes = [messages.LaneState(lane=lane, free=free) for lane in session.state.lanes]
+        return messages.AgentFrame(heartbeat=messages.Heartbeat(lanes=lanes))
+
+    await rig.until(lambda: session.nothing_pending)
+    daemon.send(told(free=0))
+    await rig.until(lambda: not any(lane.available for lane in session.state.lanes.values()))
+    await seed.add_command(rig.database, "node-a", "c1")
+    rig.gateway.life.dispatcher.enqueued(["node-a"])
+    # Of a session that was asked for nothing nothing is known: its next credit asks again, and not the next poll.
+    await rig.until(lambda: not session.nothing_pending)
+    daemon.send(told(free=2))
+    assert (await daemon.command()).command_id == "c1"
+
+
 async def test_a_capability_lets_its_kind_through(rig):
     node = await rig.add_node("node-a")
     await seed.add_command(rig.database, "node-a", "reboot", kind="node.reboot")
