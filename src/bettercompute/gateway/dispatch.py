@@ -294,13 +294,20 @@ class Dispatcher:
             self._look.clear()
             names, self._look_at = self._look_at, {}
             requested, self._requested_specs = self._requested_specs, {}
-            if not await self._survive(self._look_up(list(names), requested)):
-                self._look_at = {**names, **self._look_at}
-                self._requested_specs = {**requested, **self._requested_specs}
-                self._look.set()
+            if not await self._survive(self._look_up(names, requested)):
                 await asyncio.sleep(self._world.dice.uniform(RETRY_S / 2, RETRY_S))
 
-    async def _look_up(self, node_ids: Sequence[str], requested: dict[str, LiveSession]) -> None:
+    async def _look_up(self, names: dict[str, None], requested: dict[str, LiveSession]) -> None:
+        try:
+            await self._tell_news(list(names), requested)
+        except BaseException:
+            # Whatever it was, also a conflict: a spec that a daemon asked for is not asked for again.
+            self._look_at = {**names, **self._look_at}
+            self._requested_specs = {**requested, **self._requested_specs}
+            self._look.set()
+            raise
+
+    async def _tell_news(self, node_ids: Sequence[str], requested: dict[str, LiveSession]) -> None:
         if node_ids:
             found = await delivery.look_at(self._database, node_ids, ahead_ms=AHEAD_MS)
             for node_id, command_id, reason in found.cancels:

@@ -8,13 +8,14 @@ import hashlib
 import pytest
 
 from bettercompute.delivery.commands import CommandState
+from bettercompute.delivery.desired_state import StoredSpec
 from bettercompute.errors import Unavailable
 from bettercompute.gateway import dispatch as dispatcher
 from bettercompute.protocol import messages
 from bettercompute.protocol.statuses import Status
 from bettercompute.session.inputs import Tick
-from bettercompute.store import channels, delivery
-from bettercompute.store.database import StatementFailed
+from bettercompute.store import channels, delivery, sessions
+from bettercompute.store.database import Conflict, StatementFailed
 from tests.contract.gateway import seed
 
 
@@ -141,6 +142,26 @@ async def test_events_that_follow_what_the_database_has_lost_end_the_session(rig
     status, reason, _ = await daemon.end()
     assert (status, reason) == (Status.UNAVAILABLE, "database")
     assert await rig.database.query("SELECT seq FROM node_events") == []
+
+
+async def test_a_spec_that_was_asked_for_comes_also_after_a_conflict(rig, monkeypatch):
+    answers: list[object] = []
+    looked = []
+
+    async def newer_specs(queries, *, generations):
+        looked.append(generations)
+        answer = answers.pop(0) if answers else {}
+        if isinstance(answer, Conflict):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(sessions, "newer_specs", newer_specs)
+    daemon = await rig.connect(await rig.add_node("node-a"))
+    await rig.until(lambda: looked)
+    conflict = Conflict("the schema moved under a prepared statement", reason="database")
+    answers += [conflict, {"node-a": StoredSpec(generation=1, body=b"body")}]
+    daemon.send(messages.AgentFrame(spec_request=messages.SpecRequest()))
+    assert (await daemon.receive("desired")).desired.body == b"body"
 
 
 async def test_busy_puts_the_command_back(rig):
