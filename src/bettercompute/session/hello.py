@@ -76,11 +76,21 @@ def decide(facts: HelloFacts, hello: messages.Hello) -> HelloPlan | HelloRefusal
 
 
 def _refused_certificate(facts: HelloFacts) -> HelloRefusal | None:
-    """Step 1: a serial that is recorded may be revoked, of an older identity generation, or superseded by use."""
+    """Step 1: a serial that is recorded may be revoked, of an older identity generation, or superseded by use; and any
+    may have expired, which TLS judges by its host's clock, and a session that was let in by the database's.
+    """
     certificate = facts.certificate
-    if not certificate.recorded:
-        return None
     named = f"certificate {certificate.serial} of node {certificate.node_id}"
+    refusal = _void_on_record(facts, named) if certificate.recorded else None
+    expired_ms = facts.now_ms - certificate.not_after_ms
+    if refusal is None and expired_ms >= 0:
+        message = f"{named} expired {expired_ms} ms ago by the database's clock: renew it, or re-join the machine"
+        return HelloRefusal(refuse(Reason.CERTIFICATE_EXPIRED, message))
+    return refusal
+
+
+def _void_on_record(facts: HelloFacts, named: str) -> HelloRefusal | None:
+    certificate = facts.certificate
     if certificate.revocation_reason is not None:
         reason = (
             Reason.QUARANTINED if certificate.revocation_reason == announcements.QUARANTINE_REASON else Reason.REVOKED

@@ -193,7 +193,8 @@ async def test_a_conflict_is_run_again(rig, monkeypatch):
 
 async def test_a_gateway_without_its_lease_takes_no_node_over(rig):
     node = await rig.add_node("node-a")
-    await rig.database.query("UPDATE leases SET expires_at = compute_now() - interval '1 second'")
+    # Under another token, so that no renewal may bring it back in between.
+    await rig.database.query("UPDATE leases SET token = 'gone', expires_at = compute_now() - interval '1 second'")
     daemon = await rig.dial(node)
     daemon.say_hello()
     assert (await daemon.end())[0] == Status.UNAVAILABLE

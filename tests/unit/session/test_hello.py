@@ -112,6 +112,16 @@ def test_a_recorded_certificate_may_be_void(certificate: dict[str, object], reas
         assert refused.writes is None
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_one_that_has_expired_by_the_databases_clock_opens_no_session(*, recorded: bool) -> None:
+    """TLS judges it by the clock of the gateway's host, which may be behind."""
+    expired = certificate_facts(recorded=recorded, not_after_ms=START_MS)
+    assert refusal(facts(certificate=expired)).reason is Reason.CERTIFICATE_EXPIRED
+    plan(facts(certificate=certificate_facts(recorded=recorded, not_after_ms=START_MS + 1)))
+    revoked = certificate_facts(revocation_reason="operator", not_after_ms=START_MS)
+    assert refusal(facts(certificate=revoked)).reason is Reason.REVOKED
+
+
 def test_an_unrecorded_certificate_is_let_through() -> None:
     unrecorded = certificate_facts(recorded=False, revocation_reason="x", generation=0, superseded=True)
     assert not plan(facts(certificate=unrecorded)).first_use

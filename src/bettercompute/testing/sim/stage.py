@@ -26,6 +26,8 @@ from bettercompute.testing.sim.scenario import Scenario
 from bettercompute.testing.sim.taps import FrameRules
 from bettercompute.world import World
 
+FOR_EVER = 2**63
+
 
 @dataclass(slots=True)
 class Stage:
@@ -56,6 +58,8 @@ class Stage:
     """What befell it, a line each."""
     trace: hashlib._Hash = field(default_factory=hashlib.sha256)
     running_faults: set[asyncio.Future[None]] = field(default_factory=set)
+    certificate_ends: dict[str, int] = field(default_factory=dict)
+    """When each certificate that was issued ends, by serial, also where the database has lost it since."""
 
     @property
     def gateways(self) -> Sequence[GatewayHost]:
@@ -103,8 +107,8 @@ class Stage:
         if copied and standing["quarantined_at"] is not None:
             return "was quarantined beside its copy"
         row = self.ledger.row("node_certs", node.serial)
-        if row is None:
-            return ""
+        if row is None:  # it was lost with the database, and a proof by it is none
+            return "has expired" if self.certificate_ends.get(node.serial, FOR_EVER) <= self.server.now_ms() else ""
         if row["revoked_at"] is not None:
             return "was revoked"
         if row["not_after"] <= self.server.now_ms():
@@ -126,5 +130,10 @@ class Stage:
         """Judge a transaction and add it to the trace."""
         changes: list[Change] = self.ledger.take(heard)
         if changes:
+            self.certificate_ends |= {
+                str(change.key[0]): change.new["not_after"]
+                for change in changes
+                if change.table == "node_certs" and change.new is not None
+            }
             self.trace.update(f"{self.server.now_ms()} {client} {changes}".encode())
             self.transactions.judge(client, changes)

@@ -60,6 +60,8 @@ class FrameRules:
         """When a node's journal was lost, damaged or replaced last."""
         self._epochs: dict[str, tuple[int, int]] = {}
         """At which epoch each machine was welcomed last, and when."""
+        self._told_epoch: dict[int, int] = {}
+        """The last epoch by the Hello of each stream: less than that of the last Welcome, where that was refused."""
         self._welcomed_before_ms: dict[str, int] = {}
         """When each machine had been welcomed the time before that."""
         self.sent_for_trust: Counter[str] = Counter()
@@ -88,6 +90,7 @@ class FrameRules:
             case "hello":
                 hello = frame.hello
                 done = (*hello.done_ids, *(update.command_id for update in hello.done_results))
+                self._told_epoch[stream] = hello.last_epoch
                 self._running[stream] = set(hello.running_command_ids)
                 self._settled[stream] = {*hello.running_command_ids, *done}
             case "update":
@@ -174,7 +177,8 @@ class FrameRules:
     def _welcome(self, node_id: str, welcome: messages.Welcome, *, machine: str, stream: int) -> None:
         # Of two machines with one identity, one may hear its Welcome after the other's later one.
         last, last_ms = self._epochs.get(machine, (0, 0))
-        if welcome.epoch <= last and not self._nobody_remembers(node_id, since_ms=last_ms):
+        refused = self._told_epoch.pop(stream, last) < last and self._back_ms >= last_ms
+        if welcome.epoch <= last and not refused and not self._nobody_remembers(node_id, since_ms=last_ms):
             self._verdict.broken("epochs rise", f"{machine} was welcomed at {welcome.epoch} after {last}")
         self._epochs[machine] = (welcome.epoch, self._monotonic_ms())
         self._welcomed_before_ms[machine] = last_ms
