@@ -139,6 +139,9 @@ class GatewayLink:
         self._untried = [url for url in self._untried if url in urls]
         if not self._untried:
             self._untried = sorted(urls, key=lambda _: self._world.dice.uniform(0, 1))
+            if len(urls) > 1 and self._untried[-1] == self.url:
+                # The last of one round is not the first of the next: it may be the one that does not answer.
+                self._untried.insert(0, self._untried.pop())
         if not self._untried:
             raise Unavailable("no gateway to dial: set gateway_url in the configuration", reason="no-gateway")
         return self._untried.pop()

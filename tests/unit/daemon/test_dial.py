@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,16 @@ async def test_a_pinned_certificate_is_remembered_and_told(bench: Bench) -> None
 async def test_nowhere_to_dial_is_said(bench: Bench) -> None:
     with pytest.raises(Unavailable, match="no gateway to dial: set gateway_url"):
         bench.link._next_url(())
+
+
+async def test_a_gateway_that_does_not_answer_is_not_the_next_one_as_well(bench: Bench) -> None:
+    for count in (2, 3):
+        urls = tuple(f"https://gw-{number}:443" for number in range(count))
+        dialed = []
+        for _ in range(40 * count):
+            bench.link.url = bench.link._next_url(urls)
+            dialed.append(bench.link.url)
+        assert all(one != next_one for one, next_one in pairwise(dialed))
+        assert {dialed.count(url) for url in urls} == {40}
+    bench.link.url = bench.link._next_url(("https://gw-0:443",))
+    assert bench.link._next_url(("https://gw-0:443",)) == "https://gw-0:443"

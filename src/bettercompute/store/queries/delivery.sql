@@ -154,9 +154,10 @@ ON CONFLICT DO NOTHING;
 -- name: delivery.drop_output
 -- fact
 WITH locked AS MATERIALIZED (
-  SELECT o.command_id, o.output_offset FROM command_output o
-  WHERE o.command_id = ANY (:command_ids::text[])
-    AND (o.command_id, o.node_id) IN (SELECT * FROM unnest(:command_ids::text[], :node_ids::text[]))
+  SELECT o.command_id, o.output_offset
+  FROM unnest(:command_ids::text[], :node_ids::text[]) AS u (command_id, node_id)
+  JOIN commands c ON c.id = u.command_id AND c.node_id = u.node_id
+  JOIN command_output o ON o.command_id = c.id
   ORDER BY o.command_id, o.output_offset
   FOR UPDATE OF o
 )
