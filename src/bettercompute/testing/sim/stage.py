@@ -97,7 +97,9 @@ class Stage:
         """Return why a node needs a new identity, or nothing."""
         standing = self.ledger.row("nodes", node.node_id)
         if node.joining:
-            return "" if self.registrar.knows_token(node.node_id) else "was to be had for a token that is gone"
+            # As the daemon is told: the token is known, and names a node that is not the one it may make any more.
+            void = "make another token" in node.why or not self.registrar.knows_token(node.node_id)
+            return "was to be had for a token that is gone" if void else ""
         if standing is None:
             return "is of a node that was forgotten"
         if standing["revoked_at"] is not None:
