@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import codecs
 import json as json_module
+from functools import partial
 from itertools import islice
 from typing import Annotated
 
@@ -89,7 +90,7 @@ def _print_output(client: ApiClient, command_id: str) -> None:
     """Print what is kept of a command's output, to its end as it is now."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a piece may end within a character
     path, offset = path_of("commands", command_id, "output"), 0
-    while (answer := output.run(lambda: client.get(path, from_offset=offset)))["items"]:  # noqa: B023 - called at once
+    while (answer := output.run(partial(client.get, path, from_offset=offset)))["items"]:
         for piece in answer["items"]:
             if piece["dropped_bytes"]:
                 output.note(f"[{piece['dropped_bytes']} bytes of output were dropped here]")
