@@ -216,6 +216,7 @@ class Database(Queries):
 
         async def prepare(connection: _Connection) -> None:
             await _check_version(connection)
+            await _set(connection, limits)
             await _rehearse(connection, rehearsed)
 
         with _translated():
@@ -303,6 +304,8 @@ class DedicatedConnection(Queries):
             connection = await asyncpg.connect(dsn, **options)
         try:
             await _check_version(connection)
+            with _translated():
+                await _set(connection, limits)
         except BaseException:
             connection.terminate()
             raise
@@ -344,18 +347,10 @@ def _statement(name: str) -> Statement:
 
 
 def _connect_options(*, application_name: str, limits: Limits) -> dict[str, Any]:
-    server_settings = {"application_name": application_name, "timezone": "UTC"}
+    server_settings = {"application_name": application_name, "timezone": "UTC", **limits.startup_settings()}
     command_timeout = None
     if limits.statement_timeout_ms is not None:
-        server_settings["statement_timeout"] = str(limits.statement_timeout_ms)
         command_timeout = (limits.statement_timeout_ms + CLIENT_GRACE_MS) / 1000
-    if limits.idle_in_transaction_timeout_ms is not None:
-        server_settings["idle_in_transaction_session_timeout"] = str(limits.idle_in_transaction_timeout_ms)
-    if limits.generic_plans:
-        server_settings["plan_cache_mode"] = "force_generic_plan"
-        server_settings["enable_seqscan"] = "off"
-        # Before PostgreSQL 18 what has no index is made to look so dear that it would be compiled first.
-        server_settings["jit"] = "off"
     return {
         "timeout": CONNECT_TIMEOUT_MS / 1000,
         "command_timeout": command_timeout,
@@ -374,6 +369,11 @@ async def _check_version(connection: _Connection) -> None:
             Reason.CONFLICT,
             f"the database is PostgreSQL {version.major}, at least {SERVER_VERSION_MIN} is needed: upgrade the server",
         )
+
+
+async def _set(connection: _Connection, limits: Limits) -> None:
+    for name, value in limits.settings_of_version(connection.get_server_version().major).items():
+        await connection.execute(f"SET {name} = {value}")
 
 
 async def _rehearse(connection: _Connection, names: Sequence[str]) -> None:

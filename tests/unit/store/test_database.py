@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from collections.abc import AsyncIterator
 
@@ -11,7 +12,7 @@ import uvloop
 from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.store import database as store
 from bettercompute.store.database import Conflict, Database, DedicatedConnection, Locked, StatementFailed, Transaction
-from bettercompute.store.limits import GATEWAY_LIMITS, LEASE_LIMITS, Limits
+from bettercompute.store.limits import GATEWAY_LIMITS, LEASE_LIMITS, NO_LIMITS, Limits
 from bettercompute.store.sessions import HELLO_STATEMENTS
 from bettercompute.store.statements import statements
 from bettercompute.system import system_world
@@ -189,6 +190,34 @@ async def test_the_server_bounds_statements_and_idle_transactions(dsn):
 
         with pytest.raises(Unavailable):
             await idle()
+
+
+async def test_the_server_ends_a_transaction_whose_client_stopped_behind_a_preparation(dsn, database):
+    """The driver prepares without a Sync: the server then waits for the rest of the client's message, and only that."""
+    await database.query("CREATE TABLE t (x int)")
+    short = Limits(statement_timeout_ms=50, idle_in_transaction_timeout_ms=50)
+
+    async def stop_there(connection: DedicatedConnection) -> None:
+        await connection._connection.execute("BEGIN")
+        await connection._connection.prepare("UPDATE t SET x = x + 1 WHERE x = $1")
+        await database.query("SELECT pg_sleep(0.2)")
+
+    held = "SELECT FROM pg_locks WHERE relation = 't'::regclass AND mode = 'RowExclusiveLock'"
+    async with dedicated(dsn, limits=short) as connection:
+        await stop_there(connection)
+        assert not connection.lost.is_set(), "neither of the other two counts here"
+        assert await database.query(held)
+        connection._connection.terminate()
+    async with dedicated(dsn, limits=dataclasses.replace(short, transaction_timeout_ms=100)) as connection:
+        await stop_there(connection)
+        await asyncio.wait_for(connection.lost.wait(), 30)
+        await asyncio.wait_for(database.query("CREATE INDEX ON t (x)"), 30)
+
+
+def test_an_older_server_is_not_asked_for_what_it_does_not_know():
+    assert GATEWAY_LIMITS.settings_of_version(16) == {}
+    assert GATEWAY_LIMITS.settings_of_version(17) == {"transaction_timeout": "15000"}
+    assert NO_LIMITS.settings_of_version(17) == {}
 
 
 async def test_a_repeatable_transaction_is_run_again_after_a_deadlock(database):
