@@ -25,7 +25,7 @@ from bettercompute.daemon.identity import Identity
 from bettercompute.daemon.journal_files import FolderLock
 from bettercompute.daemon.maintenance import Joining, join_with, rejoined
 from bettercompute.daemon.node_round import NodeParts, NodeRound, boot_id_of
-from bettercompute.errors import Refused, Unavailable
+from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.protocol.statuses import Reason, refuse
 
 log = structlog.get_logger("bcd")
@@ -113,6 +113,8 @@ class Agent:
             await asyncio.wait({stopped, damaged, failed, renamed}, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 self._parts.notifier.stopping()
+            if journal.failure is not None:
+                raise Bug(journal.damage) from journal.failure
             if damaged.done():
                 log.error("beginning anew", why=journal.damage)
             elif failed.done():

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from bettercompute.daemon.journal import JournalDatabase
-from bettercompute.daemon.journal_files import Ballast, FolderLock, companions, prepare_folder, reserve
+from bettercompute.daemon.journal_files import Ballast, FolderLock, companions, occupied_bytes, prepare_folder, reserve
 from bettercompute.daemon.journal_records import (
     JOURNAL_DISK_FULL,
     JOURNAL_FULL,
@@ -43,7 +43,6 @@ GROUP_MAX_BYTES = 4 * 1024 * 1024
 
 # How often a journal without room looks for some.
 RECOVERY_INTERVAL_S = 1.0
-
 # Room that must be free again before new entries are taken, so that the condition does not flap.
 _HYSTERESIS_BYTES = 1024 * 1024
 # With less left of the disk nothing new is begun: its result would need room, and others write as well.
@@ -78,8 +77,9 @@ class Journal:
         self.health = JournalHealth()
         self.contents: JournalContents
         self.damaged = asyncio.Event()
-        """Set once the journal was found damaged while in use, and set aside: the daemon must end and start anew."""
+        """Set when the journal was found damaged, and set aside, or its thread failed: the daemon must start anew."""
         self.damage = ""
+        self.failure: Exception | None = None
         self.on_health: Callable[[JournalHealth], None] = lambda _: None
         self._database = database
         self._ballast = Ballast(folder / "ballast", database.limits.ballast_bytes)
@@ -87,8 +87,7 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._waiting: list[_Submission] = []
-        self._with_ballast = False
-        """False on a disk that never had room for one: then nobody waits for it."""
+        self._with_ballast = False  # on a disk that never had room for one nobody waits for it
         self._accepting = True
         self._recover_at_ms = 0
         self._gate = threading.Lock()
@@ -149,11 +148,7 @@ class Journal:
 
     def disk_bytes(self) -> int:
         """Return what the journal occupies on disk, log included."""
-        size_bytes = 0
-        for path in companions(self._database.path):
-            with contextlib.suppress(OSError):
-                size_bytes += path.stat().st_size
-        return size_bytes
+        return occupied_bytes(self._database.path)
 
     async def close(self) -> None:
         """End the thread after what is queued, close the files, give up the lock."""
@@ -198,9 +193,9 @@ class Journal:
             going_on = await asyncio.to_thread(self._turn, block=False)
 
     def _closed_error(self) -> Exception:
-        return (
-            JournalDamagedError(self.damage) if self.damage else Unavailable("the journal is closed", reason="closed")
-        )
+        if self.damage and self.failure is None:
+            return JournalDamagedError(self.damage)
+        return Unavailable(self.damage or "the journal is closed", reason="closed")
 
     # From here on: the journal's thread.
 
@@ -228,6 +223,20 @@ class Journal:
     def _turn(self, *, block: bool) -> bool:
         """Commit one group and answer the reads behind it; return whether there is more to come."""
         submissions, reads, ended = self._gather(block=block)
+        try:
+            self._serve(submissions, reads)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the journal would wait for good
+            self.failure = error
+            self.damage = f"the journal's thread failed: {error!r}"
+            for future in [item.future for item in submissions] + [item.future for item in reads]:
+                self._settle(future, error=self._closed_error())
+            self._loop.call_soon_threadsafe(self.damaged.set)
+        if not ended and not self.damage:
+            return True
+        self._end()
+        return False
+
+    def _serve(self, submissions: list[_Submission], reads: list[_Read]) -> None:
         if not self._accepting and self._world.clock.monotonic_ms() >= self._recover_at_ms:
             self._recover()
         admitted = self._admitted(submissions)
@@ -236,10 +245,6 @@ class Journal:
             self._commit(group)
         for read in reads:
             self._answer(read)
-        if not ended and not self.damage:
-            return True
-        self._end()
-        return False
 
     def _gather(self, *, block: bool) -> tuple[list[_Submission], list[_Read], bool]:
         submissions: list[_Submission] = []
@@ -361,7 +366,6 @@ class Journal:
     def _end(self) -> None:
         with self._gate:
             self._ended = True
-        self._database.close()
         left: list[asyncio.Future[Any]] = [submission.future for submission in self._waiting]
         while not self._queue.empty():
             item = self._queue.get_nowait()
@@ -369,6 +373,7 @@ class Journal:
                 left.append(item.future)
         for future in left:
             self._settle(future, error=self._closed_error())
+        self._database.close()
 
     def _tell(self, health: JournalHealth) -> None:
         def told() -> None:

@@ -254,6 +254,15 @@ def reserve(path: Path, size_bytes: int) -> None:
             os.close(descriptor)
 
 
+def occupied_bytes(path: Path) -> int:
+    """Return what the files of a journal occupy on disk, log included."""
+    size_bytes = 0
+    for file in companions(path):
+        with contextlib.suppress(OSError):
+            size_bytes += file.stat().st_size
+    return size_bytes
+
+
 def keep_aside(database: Path, *, stamp: str) -> list[Path]:
     """Keep the journal's files as `<name>.damaged-<stamp>`, and no more than the newest few sets; return the new names.
 

@@ -25,7 +25,7 @@ from bettercompute.daemon.node_round import CurrentConfig, NodeParts
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.daemon.status import DaemonStatus, ask
 from bettercompute.delivery.commands import CommandState
-from bettercompute.errors import Refused, Unavailable
+from bettercompute.errors import Bug, Refused, Unavailable
 from bettercompute.pki import certificates, trust
 from bettercompute.pki.trust import CommandRoot
 from bettercompute.protocol import messages
@@ -384,6 +384,23 @@ async def test_a_damaged_journal_begins_a_new_round(node: Node, monkeypatch: pyt
 
 def _damage() -> None:
     raise JournalDamagedError("a bit has flipped")
+
+
+async def test_a_fault_of_ours_in_the_journals_thread_ends_the_daemon(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = node.start()
+    session = await node.gateway.session()
+    session.welcome()
+    assert agent.round is not None
+
+    def fail() -> int:
+        raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr(agent.round._journal._database, "room_bytes", fail)
+    session.command("c1")
+    with pytest.raises(Bug, match="nobody thought of this"):
+        await asyncio.wait_for(node.running.pop()[1], 30)
 
 
 async def test_what_only_a_person_can_cure_ends_the_daemon(node: Node) -> None:

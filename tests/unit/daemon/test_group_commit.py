@@ -23,7 +23,7 @@ from bettercompute.daemon.journal_records import (
 )
 from bettercompute.delivery.commands import CommandState
 from bettercompute.errors import Unavailable
-from bettercompute.session.effects import FinishCommand, ForgetCommands, StoreTime
+from bettercompute.session.effects import FinishCommand, ForgetCommands, StoreEpoch, StoreTime
 from bettercompute.system import system_world
 from tests.unit.daemon.journal_samples import SMALL, accept, event
 
@@ -222,6 +222,36 @@ async def test_damage_while_in_use_is_set_aside_at_once_and_told(
     again = await Journal.open(tmp_path / "state", world=system_world(), limits=SMALL)
     assert again.contents.set_aside == ""
     assert again.contents.commands == ()
+    await again.close()
+
+
+async def test_a_fault_of_ours_in_the_thread_is_told_to_all_who_wait_and_changes_no_file(
+    opened: tuple[Journal, StubbornDisk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, disk = opened
+    await journal.write(accept("a"))
+
+    def fail() -> int:
+        raise RuntimeError("nobody thought of this")
+
+    monkeypatch.setattr(disk, "room_bytes", fail)
+    disk.gate.clear()
+    pending = [asyncio.ensure_future(write) for write in (journal.write(StoreEpoch(1)), journal.write(accept("b")))]
+    read = asyncio.ensure_future(journal.update("a"))
+    await asyncio.sleep(0)
+    disk.gate.set()
+    *written, answered = await asyncio.wait_for(asyncio.gather(*pending, read, return_exceptions=True), 30)
+    assert isinstance(written[-1], Unavailable)
+    assert "nobody thought of this" in written[-1].message
+    await asyncio.wait_for(journal.damaged.wait(), 30)
+    assert isinstance(journal.failure, RuntimeError)
+    assert answered == b"" or isinstance(answered, Unavailable)
+    with pytest.raises(Unavailable, match="nobody thought"):
+        await journal.update("a")
+    await journal.close()
+    again = await Journal.open(tmp_path / "state", world=system_world(), limits=SMALL)
+    assert again.contents.set_aside == ""
+    assert [entry.command_id for entry in again.contents.commands] == ["a"]
     await again.close()
 
 
