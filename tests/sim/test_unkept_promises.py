@@ -20,6 +20,7 @@ from bettercompute.testing.sim import scenario as scenarios
 from bettercompute.testing.sim.scenario import FaultPlan, Fleet, Phases, Scenario, Work
 from tests.sim import totals
 from tests.sim.conftest import Run, until_noticed
+from tests.sim.test_broken_rules import rewrite_sql
 
 SEEDS = 20
 Patch = pytest.MonkeyPatch
@@ -64,6 +65,11 @@ def unseen_time_counts(patch: Patch) -> Scenario:
     return about("host-clock-leap", every_s=30)
 
 
+def not_before_ignored(patch: Patch) -> Scenario:
+    rewrite_sql(patch, r"AND c\.not_before <= compute_now\(\) AND c\.not_before > '-infinity'", "")
+    return about("connection-loss", every_s=20)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "breaking",
@@ -73,6 +79,7 @@ def unseen_time_counts(patch: Patch) -> Scenario:
         signatures_unchecked,
         folder_unlocked,
         unseen_time_counts,
+        not_before_ignored,
     ],
     ids=lambda value: str(value.__name__),
 )

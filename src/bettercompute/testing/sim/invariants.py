@@ -206,9 +206,14 @@ class TransactionRules:
         old, new = change.old, change.new
         if new is None:
             return
-        late = old is not None and (old["state"], new["state"]) == (PENDING, DISPATCHED)
-        if late and new["not_after"] < self._verdict.now_ms():
-            self._verdict.broken("nothing is sent after its deadline", f"{change.key[0]}: {old} -> {new} by {client}")
+        if old is not None and (old["state"], new["state"]) == (PENDING, DISPATCHED):
+            now_ms = self._verdict.now_ms()
+            if new["not_after"] < now_ms:
+                text = f"{change.key[0]}: {old} -> {new} by {client}"
+                self._verdict.broken("nothing is sent after its deadline", text)
+            if (new["asked_not_before"] or 0) > now_ms:
+                text = f"{change.key[0]}: {old} -> {new} by {client}, at {now_ms}"
+                self._verdict.broken("a command for later leaves when it is due", text)
         if old is not None:
             if old["state"] >= TERMINAL_FROM and (change.moved("state") or change.moved("reason")):
                 self._verdict.broken("a command ends once", f"{change.key[0]}: {old} -> {new} by {client}")

@@ -57,7 +57,7 @@ WATCHED = (
         "commands",
         ("id",),
         ("node_id", "kind", "lane", "seq", "state", "session_id", "session_epoch", "attempt", "reason"),
-        ("cancel_requested_at", "not_after"),
+        ("cancel_requested_at", "not_after", "asked_not_before"),
     ),
     Watched("node_events", ("node_id", "journal_id", "seq"), ("event_id", "recovered")),
     Watched("node_event_gaps", ("node_id", "journal_id", "first_seq"), ("last_seq",)),

@@ -20,6 +20,8 @@ from bettercompute.testing.sim.node import DURATIONS_S
 from bettercompute.testing.sim.stage import Stage
 
 NOT_AFTER_MS = (60_000, 600_000)
+LATER_SHARE = 0.15
+LATER_S = (1, 120)
 BURSTS = (1, 1, 1, 1, 1, 1, 4, 12)
 IN_FLIGHT = (2, 3, 4)
 ATTEND_EVERY_S = 60
@@ -37,8 +39,9 @@ async def enqueue_for_ever(stage: Stage) -> None:
         # Now and then more than a lane has credits for.
         for _ in range(stage.rng.choice(BURSTS)):
             command_id = stage.world.ids.uuid7()
+            later_ms = 0 if stage.rng.random() >= LATER_SHARE else int(1000 * stage.rng.uniform(*LATER_S))
             try:
-                await enqueue(stage, node.node_id, command_id, kind=kind)
+                await enqueue(stage, node.node_id, command_id, kind=kind, later_ms=later_ms)
             except BetterComputeError as error:
                 stage.tell(f"{command_id} was not enqueued: {error.message}")
                 break
@@ -54,11 +57,13 @@ async def enqueue(
     kind: str,
     forged: bool = False,
     within_ms: tuple[int, int] = NOT_AFTER_MS,
+    later_ms: int = 0,
 ) -> None:
     """Enqueue a command as the API does, signed where intent is; `forged`: without the signature."""
     known = KINDS[kind]
     now_ms = stage.server.now_ms()
-    not_after_ms = now_ms + int(stage.rng.uniform(*within_ms))
+    not_before_ms = now_ms + later_ms if later_ms else None
+    not_after_ms = now_ms + later_ms + int(stage.rng.uniform(*within_ms))
     async with stage.operator.transaction() as transaction:
         [seq] = await commands.draw_seqs(transaction, count=1)
         body = messages.CommandBody(
@@ -67,6 +72,7 @@ async def enqueue(
             kind=kind,
             lane=known.lane,
             payload=pack_payload(known.payload()),
+            not_before_ms=not_before_ms or 0,
             not_after_ms=not_after_ms,
             timeout_ms=known.timeout_ms,
             seq=seq,
@@ -86,6 +92,8 @@ async def enqueue(
             signature=None if signer is None else signer.sign_command(stored),
             signed_under=None if signer is None else signer.root_sha256,
             created_by="operator",
+            not_before_ms=not_before_ms,
+            asked_not_before_ms=not_before_ms,
             not_after_ms=not_after_ms,
             timeout_ms=known.timeout_ms,
         )
