@@ -46,7 +46,7 @@ def ack_before_commit(patch: Patch) -> None:
 
     def add(self, owner, *, opening, facts):
         real(self, owner, opening=opening, facts=facts)
-        owner.give(ingest._committed(ingest.Offering(owner, opening, tuple(facts), 0), {}))
+        owner.give(ingest._committed(ingest.Offering(owner, opening, tuple(facts), rows=0, bytes=0), {}))
 
     patch.setattr(ingest.Ingest, "add", add)
 

@@ -1,10 +1,12 @@
 """Group commit of the facts of all sessions: collected while the last batch is written, acked after.
 
-One batch at a time, each table in one statement of its own, which is its own transaction: facts are true one by one,
-and writing one twice changes nothing, so there is nothing to hold together, and locks are taken in one order. While the
-database is away a batch is kept and tried again for a bounded time, and sessions are not read beyond their share; then
-their sessions close UNAVAILABLE and the daemons say it all again. A batch that PostgreSQL refuses for what it says is
-halved until the guilty frame stands alone; only its session ends. See docs/gateway.md, "Facts"; decisions 0105.
+One batch at a time, and a second beside it while that would be a full one: of nodes that the first has nothing of, so
+that what a node says is written in its order. Each table is one statement of its own, which is its own transaction:
+facts are true one by one, and writing one twice changes nothing, so there is nothing to hold together, and locks are
+taken in one order. While the database is away a batch is kept and tried again for a bounded time, and sessions are not
+read beyond their share; then their sessions close UNAVAILABLE and the daemons say it all again. A batch that PostgreSQL
+refuses for what it says is halved until the guilty frame stands alone; only its session ends. See docs/gateway.md,
+"Facts"; decisions 0105, 0187.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Offering:
     owner: FactOwner
     opening: int
     facts: tuple[Fact, ...]
+    rows: int
     bytes: int
 
 
@@ -89,6 +92,10 @@ class Ingest:
         self._world = world
         self._metrics = metrics
         self._queue: deque[Offering] = deque()
+        self._queued_rows = 0
+        # Nodes of the batches that are being written; and what the queue's front had of them when the other was taken.
+        self._writing: set[str] = set()
+        self._held: dict[str, list[Offering]] = {}
         self._bytes: dict[FactOwner, int] = {}
         self._total_bytes = 0
         self._by_node: dict[str, int] = {}
@@ -96,16 +103,30 @@ class Ingest:
         # end, and the daemons say all of it again.
         self._failed: set[FactOwner] = set()
         self._woken = asyncio.Event()
+        self._crowded = asyncio.Event()
         self._progress = asyncio.Event()
 
     def add(self, owner: FactOwner, *, opening: int, facts: Sequence[Fact]) -> None:
         """Queue the facts of one frame; the owner is told what became of them."""
         size = sum(fact_batch.size_bytes(fact) for fact in facts)
-        self._queue.append(Offering(owner, opening, tuple(facts), size))
+        rows = sum([fact_batch.rows(fact) for fact in facts])
+        self._queue.append(Offering(owner, opening, tuple(facts), rows, size))
+        self._queued_rows += rows
         self._bytes[owner] = self._bytes.get(owner, 0) + size
         self._by_node[owner.node_id] = self._by_node.get(owner.node_id, 0) + 1
         self._total_bytes += size
-        self._woken.set()
+        self._rouse()
+
+    def _rouse(self) -> None:
+        """Wake whoever has something to write."""
+        if self._queue:
+            self._woken.set()
+        else:
+            self._woken.clear()
+        if self._queued_rows >= BATCH_ROWS_MAX:
+            self._crowded.set()
+        else:
+            self._crowded.clear()
 
     def pending(self, node_id: str) -> bool:
         """Return whether facts of a node are not settled yet."""
@@ -127,6 +148,11 @@ class Ingest:
 
     async def run(self) -> None:
         """Write batches until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._write_whatever_comes(), name="facts")
+            group.create_task(self._write_full_batches(), name="facts beside")
+
+    async def _write_whatever_comes(self) -> None:
         under_load = False
         while True:
             await self._woken.wait()
@@ -136,17 +162,37 @@ class Ingest:
             under_load = len(batch) >= WINDOW_FROM_FACTS
             await self._settle(batch)
 
+    async def _write_full_batches(self) -> None:
+        """Write beside the other: merging and telling take as long as PostgreSQL does, so each waited for the other."""
+        while True:
+            await self._crowded.wait()
+            await self._settle(self._take())
+
     def _take(self) -> list[Offering]:
+        """Return the next batch, which may be empty: of nodes of which nothing is being written."""
         batch: list[Offering] = []
         rows = size = 0
         while self._queue and rows < BATCH_ROWS_MAX and size < BATCH_BYTES_MAX:
             offering = self._queue.popleft()
+            self._queued_rows -= offering.rows
+            if offering.owner.node_id in self._writing:
+                self._held.setdefault(offering.owner.node_id, []).append(offering)
+                continue
             batch.append(offering)
-            rows += sum([fact_batch.rows(fact) for fact in offering.facts])
+            rows += offering.rows
             size += offering.bytes
-        if not self._queue:
-            self._woken.clear()
+        self._writing.update([offering.owner.node_id for offering in batch])
+        self._rouse()
         return batch
+
+    def _give_back(self, batch: Sequence[Offering]) -> None:
+        """Let what was held of a batch's nodes be taken, before all that is queued: it was the queue's front."""
+        node_ids = dict.fromkeys([offering.owner.node_id for offering in batch])
+        self._writing.difference_update(node_ids)
+        for held in [self._held.pop(node_id) for node_id in node_ids if node_id in self._held]:
+            self._queue.extendleft(reversed(held))
+            self._queued_rows += sum([offering.rows for offering in held])
+        self._rouse()
 
     async def _settle(self, batch: list[Offering]) -> None:
         """Bring a batch to its end, whatever that is, and tell every owner."""
@@ -161,6 +207,7 @@ class Ingest:
         finally:
             for offering in batch:
                 self._release(offering)
+            self._give_back(batch)
             self._progress.set()
 
     def _release(self, offering: Offering) -> None:
