@@ -61,17 +61,15 @@ async def prove(stage: Stage) -> None:
 
 
 async def _is_quiet(stage: Stage) -> None:
-    """Leave everybody alone: no session ends, but where a daemon shows a new certificate, or is to hear of a trust
-    bundle that its gateway could not read before.
-    """
+    """Leave everybody alone: no session ends, but where a daemon shows a new certificate, or for a cause of before."""
     before = {node.node_id: stage.ledger.row("node_sessions", node.node_id) for node in stage.nodes}
-    sent_for = stage.frames.sent_for_trust.copy()
+    ends = stage.frames.ends_with_a_reason.copy()
     await asyncio.sleep(QUIET_S)
     for node_id, old in before.items():
         new = stage.ledger.row("node_sessions", node_id)
         assert old is not None, "everything has settled"
         anew = new is not None and (
-            new["cert_serial"] != old["cert_serial"] or stage.frames.sent_for_trust[node_id] > sent_for[node_id]
+            new["cert_serial"] != old["cert_serial"] or stage.frames.ends_with_a_reason[node_id] > ends[node_id]
         )
         if new is None or (new["session_epoch"] != old["session_epoch"] and not anew):
             stage.verdict.broken("no session ends without a reason", f"{node_id}: {old} -> {new}")

@@ -11,12 +11,16 @@ from collections.abc import Callable, Mapping
 from bettercompute.gateway import trust_refresh
 from bettercompute.protocol import messages
 from bettercompute.protocol.kinds import KINDS
+from bettercompute.protocol.statuses import REASON_TRAILER, Reason
 from bettercompute.testing.sim.invariants import PENDING, TERMINAL_FROM, Verdict
 from bettercompute.testing.sim.ledger import Ledger
 from bettercompute.testing.sim.said import End, SaidRules
 from bettercompute.transport.calls import NO_METADATA, CallEnded, ClientCall, Signal
 from bettercompute.transport.client import unary_on
 from bettercompute.transport.memory import MemoryConnection
+
+# Beyond what a Welcome needs for its way: the database's clock was stepped.
+CLOCK_MOVED_MS = 1_000
 
 
 class FrameRules:
@@ -64,8 +68,12 @@ class FrameRules:
         """The last epoch by the Hello of each stream: less than that of the last Welcome, where that was refused."""
         self._welcomed_before_ms: dict[str, int] = {}
         """When each machine had been welcomed the time before that."""
-        self.sent_for_trust: Counter[str] = Counter()
-        """How often each node was asked to come anew for a trust bundle."""
+        self.ends_with_a_reason: Counter[str] = Counter()
+        """How often a session of each node had to end after what was the cause had passed: it was asked to come anew
+        for a trust bundle, or its certificate had expired by the wrong clock of the database that it began with.
+        """
+        self._server_ahead_ms: dict[int, int] = {}
+        """How far the server's time was ahead of ours at the Welcome of each stream."""
         self.told_events: dict[tuple[str, str], dict[int, str]] = {}
         """Ids of the events that were said, by seq, of each node's journals."""
 
@@ -78,7 +86,7 @@ class FrameRules:
             case "command":
                 self._command(node_id, frame.command, stream=stream)
             case "drain":
-                self.sent_for_trust[node_id] += frame.drain.reason == trust_refresh.REASON
+                self.ends_with_a_reason[node_id] += frame.drain.reason == trust_refresh.REASON
             case "ack" if stream > self._stale_streams:
                 self._ack(node_id, frame.ack)
 
@@ -101,6 +109,14 @@ class FrameRules:
             case "updates":
                 for update in frame.updates.updates:
                     self._update(node_id, update, stream=stream)
+
+    def ended(self, node_id: str, *, reason: str, stream: int) -> None:
+        """Note why the server has ended a stream."""
+        ahead_ms = self._server_ahead_ms.pop(stream, None)
+        if ahead_ms is None or reason != Reason.CERTIFICATE_EXPIRED:
+            return
+        moved_ms = self._verdict.now_ms() - self._monotonic_ms() - ahead_ms
+        self.ends_with_a_reason[node_id] += abs(moved_ms) > CLOCK_MOVED_MS
 
     def opened_twice(self, node_id: str) -> None:
         """Note that two daemons have opened one state folder."""
@@ -176,6 +192,7 @@ class FrameRules:
 
     def _welcome(self, node_id: str, welcome: messages.Welcome, *, machine: str, stream: int) -> None:
         # Of two machines with one identity, one may hear its Welcome after the other's later one.
+        self._server_ahead_ms[stream] = welcome.server_time_ms - self._monotonic_ms()
         last, last_ms = self._epochs.get(machine, (0, 0))
         refused = self._told_epoch.pop(stream, last) < last and self._back_ms >= last_ms
         if welcome.epoch <= last and not refused and not self._nobody_remembers(node_id, since_ms=last_ms):
@@ -271,6 +288,7 @@ class TappedCall:
         if message is None:
             self.status, self.trailers = self._call.status, self._call.trailers
             self.status_message = self._call.status_message
+            self._rules.ended(self._node_id, reason=self.trailers.get(REASON_TRAILER, ""), stream=self._stream)
         else:
             frame = messages.ServerFrame.FromString(message)
             self._rules.received(self._node_id, frame, stream=self._stream, machine=self._machine)
