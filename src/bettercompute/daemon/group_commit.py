@@ -40,7 +40,6 @@ from bettercompute.world import World
 # A group larger than this waits for the next commit, so that one fsync never carries more than the log's bound.
 GROUP_MAX_WRITES = 1_024
 GROUP_MAX_BYTES = 4 * 1024 * 1024
-
 # How often a journal without room looks for some.
 RECOVERY_INTERVAL_S = 1.0
 # Room that must be free again before new entries are taken, so that the condition does not flap.
@@ -54,6 +53,7 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class _Submission:
     writes: Sequence[Write]
+    size_bytes: int
     future: asyncio.Future[None]
 
     @property
@@ -131,7 +131,7 @@ class Journal:
         New commands and events raise `Unavailable` (`journal-full`) when there is no room; all others wait for it.
         """
         future: asyncio.Future[None] = self._loop.create_future()
-        self._enqueue(_Submission(writes, future))
+        self._enqueue(_Submission(writes, sum(weight_bytes(write) for write in writes), future))
         await future
 
     async def update(self, command_id: str) -> bytes:
@@ -223,12 +223,13 @@ class Journal:
     def _turn(self, *, block: bool) -> bool:
         """Commit one group and answer the reads behind it; return whether there is more to come."""
         submissions, reads, ended = self._gather(block=block)
+        waited = self._waiting + submissions
         try:
             self._serve(submissions, reads)
         except Exception as error:  # noqa: BLE001 - whoever waits for the journal would wait for good
             self.failure = error
             self.damage = f"the journal's thread failed: {error!r}"
-            for future in [item.future for item in submissions] + [item.future for item in reads]:
+            for future in [item.future for item in waited] + [item.future for item in reads]:
                 self._settle(future, error=self._closed_error())
             self._loop.call_soon_threadsafe(self.damaged.set)
         if not ended and not self.damage:
@@ -257,7 +258,7 @@ class Journal:
                     reads.append(item)
                 else:
                     submissions.append(item)
-                    size_bytes += sum(weight_bytes(write) for write in item.writes)
+                    size_bytes += item.size_bytes
                 if len(submissions) >= GROUP_MAX_WRITES or size_bytes >= GROUP_MAX_BYTES:
                     return submissions, reads, False
                 item = self._queue.get_nowait()
@@ -300,13 +301,12 @@ class Journal:
         if self._ballast.room_bytes() < DISK_ROOM_MIN_BYTES:
             self._degrade(JournalFullError(f"the disk of {self._database.path} is full", disk=True))
         for submission in submissions:
-            size_bytes = sum(weight_bytes(write) for write in submission.writes)
-            if submission.refusable and room_bytes < size_bytes:
+            if submission.refusable and room_bytes < submission.size_bytes:
                 self._degrade(JournalFullError(self._bound_reached(), disk=False))
             if submission.refusable and not self._accepting:
                 self._refuse([submission])
                 continue
-            room_bytes -= size_bytes
+            room_bytes -= submission.size_bytes
             admitted.append(submission)
         return admitted
 

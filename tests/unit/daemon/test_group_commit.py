@@ -255,6 +255,31 @@ async def test_a_fault_of_ours_in_the_thread_is_told_to_all_who_wait_and_changes
     await again.close()
 
 
+async def test_what_waits_for_room_is_told_too_when_the_thread_fails(
+    opened: tuple[Journal, StubbornDisk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, disk = opened
+    disk.full = lambda: True
+    waits = asyncio.ensure_future(journal.write(StoreEpoch(1)))
+    await health_turns(journal, accepting=False)
+
+    def fail(stamp: str) -> str:
+        raise RuntimeError(f"nobody thought of this at {stamp}")
+
+    monkeypatch.setattr(disk, "set_aside", fail)
+    disk.damaged, disk.full = True, lambda: False
+    with pytest.raises(Unavailable, match="nobody thought of this"):
+        await asyncio.wait_for(waits, 30)
+    assert isinstance(journal.failure, RuntimeError)
+
+
+async def test_a_write_that_cannot_be_weighed_is_its_callers_mistake(opened: tuple[Journal, StubbornDisk]) -> None:
+    journal, _ = opened
+    with pytest.raises(TypeError):
+        await journal.write(PutDocument("a", None))  # type: ignore[arg-type]
+    await asyncio.wait_for(journal.write(StoreEpoch(1)), 30)
+
+
 async def test_a_folder_in_use_is_refused_and_a_closed_one_is_free(tmp_path: Path) -> None:
     first = await Journal.open(tmp_path, world=system_world(), limits=SMALL)
     with pytest.raises(Unavailable, match="another bcd"):

@@ -115,8 +115,9 @@ class FrameRules:
         ahead_ms = self._server_ahead_ms.pop(stream, None)
         if ahead_ms is None or reason != Reason.CERTIFICATE_EXPIRED:
             return
-        moved_ms = self._verdict.now_ms() - self._monotonic_ms() - ahead_ms
-        self.ends_with_a_reason[node_id] += abs(moved_ms) > CLOCK_MOVED_MS
+        now_ahead_ms = self._verdict.now_ms() - self._monotonic_ms()
+        # Only a clock that has been put back since: a Welcome that is heard late looks as if it had gone on.
+        self.ends_with_a_reason[node_id] += ahead_ms - now_ahead_ms > CLOCK_MOVED_MS
 
     def opened_twice(self, node_id: str) -> None:
         """Note that two daemons have opened one state folder."""
