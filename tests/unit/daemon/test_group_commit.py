@@ -276,7 +276,7 @@ async def test_what_waits_for_room_is_told_too_when_the_thread_fails(
 async def test_a_write_that_cannot_be_weighed_is_its_callers_mistake(opened: tuple[Journal, StubbornDisk]) -> None:
     journal, _ = opened
     with pytest.raises(TypeError):
-        await journal.write(PutDocument("a", None))  # type: ignore[arg-type]
+        await journal.write(PutDocument("a", None))  # type: ignore[arg-type] # the mistake
     await asyncio.wait_for(journal.write(StoreEpoch(1)), 30)
 
 

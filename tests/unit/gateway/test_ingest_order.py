@@ -57,12 +57,16 @@ class GatedIngest(Ingest):
         self.most_at_once = max(self.most_at_once, len(self.open))
         await gate.wait()
         for offering in batch:
-            self.committed[offering.owner.node_id] += [fact.command_id for fact in offering.facts]  # type: ignore[union-attr] # all are commands
+            self.committed[offering.owner.node_id] += ids_of(offering)
         return {}
 
     def commit(self, which: int) -> None:
         _, gate = self.open.pop(which % len(self.open))
         gate.set()
+
+
+def ids_of(offering: Offering) -> list[str]:
+    return [fact.command_id for fact in offering.facts if isinstance(fact, CommandFact)]
 
 
 def fact(command_id: str) -> CommandFact:
@@ -149,7 +153,7 @@ async def test_a_second_batch_goes_beside_the_first_only_when_it_is_full(monkeyp
     while len(queue.open) < 2:
         await settle()
     first = queue.open[-1][0][0]
-    assert (first.owner.node_id, [f.command_id for f in first.facts]) == ("node-0", ["c-again"]), "it was at the front"  # type: ignore[union-attr] # all are commands
+    assert (first.owner.node_id, ids_of(first)) == ("node-0", ["c-again"]), "it was at the front"
     running.cancel()
     counts = Counter(o.owner.node_id for batch, _ in queue.open for o in batch)
     assert max(counts.values()) == 1
