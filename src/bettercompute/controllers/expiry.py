@@ -1,7 +1,8 @@
 """The expiry controller: pending commands whose `not_after` has passed end expired.
 
-Only what was never sent expires here. A command in flight past its deadline on a silent node is shown as overdue and
-never guessed at. See docs/gateway.md, "The controllers"; decisions 0105.
+Only what no session holds expires here: what was never sent, and what was put back because the node was busy. A
+command in flight past its deadline on a silent node is shown as overdue and never guessed at. See docs/gateway.md,
+"The controllers"; decisions 0105.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ NAME = "expiry"
 INTERVAL_MS = 10_000
 BATCH = 500
 MESSAGE = "not delivered before its deadline (not_after); nothing of it has begun"
+MESSAGE_UNSURE = (
+    "not delivered before its deadline (not_after); an earlier delivery was never answered: the node may have begun it"
+)
 
 
 class ExpiryController:
@@ -40,6 +44,7 @@ class ExpiryController:
                 outbox_ids=[self._world.ids.uuid7() for _ in range(BATCH)],
                 event_type=telemetry.EVENT_COMMAND_FINISHED,
                 message=MESSAGE,
+                message_unsure=MESSAGE_UNSURE,
             )
             await commands.tell_finished(transaction, command_ids=[command_id for _, command_id in expired])
             return len(expired)

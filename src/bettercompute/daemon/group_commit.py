@@ -21,8 +21,6 @@ from typing import Any, TypeAlias, TypeVar
 from bettercompute.daemon.journal import JournalDatabase
 from bettercompute.daemon.journal_files import Ballast, FolderLock, companions, occupied_bytes, prepare_folder, reserve
 from bettercompute.daemon.journal_records import (
-    JOURNAL_DISK_FULL,
-    JOURNAL_FULL,
     LIMITS,
     REFUSABLE,
     EventEntry,
@@ -89,6 +87,7 @@ class Journal:
         self._waiting: list[_Submission] = []
         self._with_ballast = False  # on a disk that never had room for one nobody waits for it
         self._accepting = True
+        self._patient = True
         self._recover_at_ms = 0
         self._gate = threading.Lock()
         self._ended = False
@@ -128,7 +127,7 @@ class Journal:
     async def write(self, *writes: Write) -> None:
         """Return when `writes` are durable, together or not at all.
 
-        New commands and events raise `Unavailable` (`journal-full`) when there is no room; all others wait for it.
+        New commands and events raise `Unavailable` (`journal-full`) when there is no room; others wait for it.
         """
         future: asyncio.Future[None] = self._loop.create_future()
         self._enqueue(_Submission(writes, sum(weight_bytes(write) for write in writes), future))
@@ -149,6 +148,10 @@ class Journal:
     def disk_bytes(self) -> int:
         """Return what the journal occupies on disk, log included."""
         return occupied_bytes(self._database.path)
+
+    def wait_no_longer(self) -> None:
+        """Refuse from now on also what would wait for room: a daemon that stops has nobody who makes any."""
+        self._patient = False
 
     async def close(self) -> None:
         """End the thread after what is queued, close the files, give up the lock."""
@@ -244,6 +247,9 @@ class Journal:
         if admitted:
             group, self._waiting = self._waiting + admitted, []
             self._commit(group)
+        if not self._patient:
+            waiting, self._waiting = self._waiting, []
+            self._refuse(waiting)
         for read in reads:
             self._answer(read)
 
@@ -302,7 +308,7 @@ class Journal:
             self._degrade(JournalFullError(f"the disk of {self._database.path} is full", disk=True))
         for submission in submissions:
             if submission.refusable and room_bytes < submission.size_bytes:
-                self._degrade(JournalFullError(self._bound_reached(), disk=False))
+                self._degrade(JournalFullError.at_bound(self._database.path, self._database.limits))
             if submission.refusable and not self._accepting:
                 self._refuse([submission])
                 continue
@@ -331,13 +337,7 @@ class Journal:
             return
         self._accepting = False
         self._recover_at_ms = self._world.clock.monotonic_ms() + int(RECOVERY_INTERVAL_S * 1000)
-        cure = "free space on its disk, or make it writable" if error.disk else "it empties as results are acked"
-        condition = JOURNAL_DISK_FULL if error.disk else JOURNAL_FULL
-        message = f"{error}: new commands are answered BUSY and new events dropped until there is room; {cure}"
-        self._tell(JournalHealth(accepting=False, condition=condition, message=message))
-
-    def _bound_reached(self) -> str:
-        return f"{self._database.path} has reached its bound of {self._database.limits.max_bytes} bytes"
+        self._tell(JournalHealth.without_room(error))
 
     def _refuse(self, submissions: list[_Submission]) -> None:
         for submission in submissions:

@@ -9,6 +9,7 @@ id, because an older state that looks sound would run commands twice. See docs/d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from collections import Counter
@@ -382,13 +383,10 @@ class JournalDatabase:
         code = faults.code_of(error)
         if faults.is_unwritable(code):
             # SQLite says the same of its page bound and of the disk: judge by what the writes could have needed.
-            needed_bytes = (
-                self._pragma("page_count") * PAGE_BYTES + 2 * sum(map(weight_bytes, writes)) + 16 * PAGE_BYTES
-            )
-            if faults.is_full(code) and needed_bytes >= self.limits.max_bytes:
-                return JournalFullError(
-                    f"{self.path} has reached its bound of {self.limits.max_bytes} bytes", disk=False
-                )
+            with contextlib.suppress(sqlite3.Error):  # what cannot be read either is the disk's fault
+                needed_bytes = (self._pragma("page_count") + 16) * PAGE_BYTES + 2 * sum(map(weight_bytes, writes))
+                if faults.is_full(code) and needed_bytes >= self.limits.max_bytes:
+                    return JournalFullError.at_bound(self.path, self.limits)
             return JournalFullError(f"{self.path} cannot be written: {str(error) or 'out of memory'}", disk=True)
         return JournalDamagedError(f"SQLite says: {error}") if faults.is_damage_in_use(code) else error
 

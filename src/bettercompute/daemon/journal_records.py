@@ -11,6 +11,7 @@ import json
 import zlib
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from bettercompute.delivery.commands import CommandState
@@ -83,6 +84,19 @@ class JournalLimits:
 LIMITS = JournalLimits()
 
 
+class JournalFullError(Exception):
+    """There is no room: the bound is reached (`disk` False), or the disk's (`disk` True), or it cannot be written."""
+
+    def __init__(self, message: str, *, disk: bool) -> None:
+        super().__init__(message)
+        self.disk = disk
+
+    @classmethod
+    def at_bound(cls, path: Path, limits: JournalLimits) -> JournalFullError:
+        """Return the error of a journal that may not grow."""
+        return cls(f"{path} has reached its bound of {limits.max_bytes} bytes", disk=False)
+
+
 # Conditions of a node whose journal takes nothing new.
 JOURNAL_FULL = "JournalFull"
 JOURNAL_DISK_FULL = "JournalDiskFull"
@@ -96,13 +110,12 @@ class JournalHealth:
     condition: str = ""
     message: str = ""
 
-
-class JournalFullError(Exception):
-    """There is no room: the bound is reached (`disk` False), or the disk's (`disk` True), or it cannot be written."""
-
-    def __init__(self, message: str, *, disk: bool) -> None:
-        super().__init__(message)
-        self.disk = disk
+    @classmethod
+    def without_room(cls, error: JournalFullError) -> JournalHealth:
+        """Return the health of a journal that has met this error."""
+        cure = "free space on its disk, or make it writable" if error.disk else "it empties as results are acked"
+        message = f"{error}: new commands are answered BUSY and new events dropped until there is room; {cure}"
+        return cls(accepting=False, condition=JOURNAL_DISK_FULL if error.disk else JOURNAL_FULL, message=message)
 
 
 class JournalDamagedError(Exception):

@@ -213,6 +213,7 @@ class NodeRound:
 
     async def close(self) -> None:
         """End in order: processes, stream, loops, socket. The journal is closed by whoever opened it."""
+        self._journal.wait_no_longer()
         if self._tasks:
             await self.executor.close()
             for task in self._tasks:

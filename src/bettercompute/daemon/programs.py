@@ -20,6 +20,7 @@ from pathlib import Path
 from bettercompute.daemon.handlers import HandlerCancelled, ProgramOutcome
 from bettercompute.daemon.journal_records import DropProcess, NoteProcess, ProcessMark, Write
 from bettercompute.daemon.process_groups import TERM_GRACE_S, end_group, group_lives, group_started_at, start_ticks
+from bettercompute.errors import Unavailable
 
 # `read` fails at the end of the pipe, so that a dead daemon's child never becomes the program.
 _GATE = 'read -r _ && exec "$@" </dev/null'
@@ -72,7 +73,9 @@ class Programs:
             try:
                 await group.end()
             finally:
-                await asyncio.shield(self.write(DropProcess(group.number)))
+                # Refused when the daemon stops without room: the next one finds that the group has ended.
+                with contextlib.suppress(Unavailable):
+                    await asyncio.shield(self.write(DropProcess(group.number)))
 
     async def _run(self, group: _Group, *, timeout_s: float) -> ProgramOutcome:
         exited = asyncio.ensure_future(group.child.exited.wait())

@@ -370,14 +370,18 @@ async def nodes_with_work(queries: Queries, *, gateway_id: str, ahead_ms: int) -
 
 
 async def expire(
-    queries: Queries, *, outbox_ids: Sequence[str], event_type: str, message: str
+    queries: Queries, *, outbox_ids: Sequence[str], event_type: str, message: str, message_unsure: str
 ) -> list[tuple[str, str]]:
-    """End pending commands whose deadline has passed, at most one per outbox id; return (node id, command id)."""
+    """End pending commands whose deadline has passed, at most one per outbox id; return (node id, command id).
+
+    `message_unsure` is for those that were sent once without an answer, and only then answered BUSY.
+    """
     rows = await queries.fetch(
         "delivery.expire",
         batch=len(outbox_ids),
         outbox_ids=list(outbox_ids),
         event_type=event_type,
         message=message,
+        message_unsure=message_unsure,
     )
     return [(row["node_id"], row["id"]) for row in rows]

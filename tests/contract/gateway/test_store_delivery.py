@@ -463,9 +463,19 @@ async def test_expiry_ends_what_is_overdue_in_batches(fleet):
     for number in range(3):
         await seed.add_command(fleet, "node-a", f"c{number}", not_after_s=-1)
     await seed.add_command(fleet, "node-a", "good")
-    first = await delivery.expire(fleet, outbox_ids=["o1", "o2"], event_type="command.finished", message="too late")
-    rest = await delivery.expire(fleet, outbox_ids=["o3", "o4"], event_type="command.finished", message="too late")
+    # c1 was busy twice; c2 once, after a delivery that nothing was heard of.
+    await fleet.query("UPDATE commands SET attempt = 2, busy_count = 2 WHERE id = 'c1'")
+    await fleet.query("UPDATE commands SET attempt = 2, busy_count = 1 WHERE id = 'c2'")
+    said = {"event_type": "command.finished", "message": "nothing begun", "message_unsure": "who knows"}
+    first = await delivery.expire(fleet, outbox_ids=["o1", "o2"], **said)
+    rest = await delivery.expire(fleet, outbox_ids=["o3", "o4"], **said)
     assert len(first) == 2
     assert len(rest) == 1
+    rows = await fleet.query("SELECT id, message FROM commands WHERE state = 8 ORDER BY id")
+    assert [(row["id"], row["message"]) for row in rows] == [
+        ("c0", "nothing begun"),
+        ("c1", "nothing begun"),
+        ("c2", "who knows"),
+    ]
     assert await seed.state_of(fleet, "good") == CommandState.PENDING
     assert len(await fleet.query("SELECT FROM outbox")) == 3

@@ -269,7 +269,9 @@ async def test_what_nobody_approves_expires(api: httpx.AsyncClient, context: Api
     await context.database.query("UPDATE approval_batches SET not_after = compute_now() - interval '1 s'")
     async with context.database.transaction() as transaction:
         drawn = [f"o{number}" for number in range(10)]
-        expired = await delivery.expire(transaction, outbox_ids=drawn, event_type="command.finished", message="late")
+        expired = await delivery.expire(
+            transaction, outbox_ids=drawn, event_type="command.finished", message="late", message_unsure="late"
+        )
     assert len(expired) == 2
     assert (await api.get(f"/v1/approvals/{made['batch_id']}")).json()["state"] == "expired"
     assert (await sign_batch(api, ALICE, made["batch_id"])).status_code == 409

@@ -20,7 +20,7 @@ from bettercompute.daemon.config import Config
 from bettercompute.daemon.handlers import HandlerContext
 from bettercompute.daemon.identity import IdentityStore
 from bettercompute.daemon.inventory.host import HostRoot
-from bettercompute.daemon.journal_records import JournalDamagedError
+from bettercompute.daemon.journal_records import LIMITS, JournalDamagedError, JournalFullError
 from bettercompute.daemon.node_round import CurrentConfig, NodeParts
 from bettercompute.daemon.notify import SystemdNotifier
 from bettercompute.daemon.status import DaemonStatus, ask
@@ -34,6 +34,7 @@ from bettercompute.session.inputs import ServerFrameReceived
 from bettercompute.system import system_world
 from bettercompute.transport.calls import DialFailed, DialKind
 from tests.unit.daemon.fake_gateway import FakeGateway, FakeSession, control_plane, join, state_config
+from tests.unit.daemon.journal_samples import open_journal
 
 TERMINAL = (CommandState.SUCCEEDED, CommandState.FAILED, CommandState.CANCELLED)
 
@@ -384,6 +385,31 @@ async def test_a_damaged_journal_begins_a_new_round(node: Node, monkeypatch: pyt
 
 def _damage() -> None:
     raise JournalDamagedError("a bit has flipped")
+
+
+async def test_a_daemon_with_a_full_disk_stops_when_it_is_told_to(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = node.start()
+    session = await node.gateway.session()
+    session.welcome()
+    session.command("c1")
+    await asyncio.wait_for(node.handler.began.wait(), 30)
+    assert agent.round is not None
+    journal = agent.round._journal
+
+    def full(_: object) -> None:
+        raise JournalFullError("the disk is full", disk=True)
+
+    no_room = asyncio.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(journal._database, "apply", full)
+        patch.setattr(journal, "on_health", lambda _: no_room.set())
+        agent.round._keep_serving_ca(b"pem")
+        node.handler.go.set()
+        await asyncio.wait_for(no_room.wait(), 30)
+        await node.stop()
+    database, contents = open_journal(node.config.state_dir, limits=LIMITS)
+    database.close()
+    assert [(entry.command_id, entry.state) for entry in contents.commands] == [("c1", CommandState.RUNNING)]
 
 
 async def test_a_fault_of_ours_in_the_journals_thread_ends_the_daemon(

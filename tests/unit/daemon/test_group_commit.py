@@ -188,6 +188,21 @@ async def test_what_was_promised_waits_for_room(opened: tuple[Journal, StubbornD
     await health_turns(journal, accepting=True)
 
 
+async def test_a_daemon_that_stops_waits_for_no_room(opened: tuple[Journal, StubbornDisk]) -> None:
+    journal, disk = opened
+    await journal.write(accept("running"))
+    disk.full = lambda: True
+    waiting = asyncio.ensure_future(journal.write(FinishCommand("running", CommandState.SUCCEEDED, b"result", 1)))
+    await health_turns(journal, accepting=False)
+    journal.wait_no_longer()
+    with pytest.raises(Unavailable, match="no room"):
+        await asyncio.wait_for(waiting, 30)
+    with pytest.raises(Unavailable, match="no room"):
+        await asyncio.wait_for(journal.write(PutDocument("spec", b"x")), 30)
+    disk.full = lambda: False
+    await journal.write(PutDocument("spec", b"x"))
+
+
 async def test_the_bound_refuses_new_work_until_it_empties(opened: tuple[Journal, StubbornDisk]) -> None:
     journal, _ = opened
     kept: list[str] = []

@@ -21,7 +21,7 @@ from bettercompute.daemon.config import Config
 from bettercompute.daemon.identity import IdentityStore
 from bettercompute.daemon.journal import JournalDatabase
 from bettercompute.daemon.journal_files import companions
-from bettercompute.daemon.journal_records import JournalDamagedError
+from bettercompute.daemon.journal_records import JournalDamagedError, JournalFullError
 from bettercompute.errors import Refused, Unavailable
 from bettercompute.system import system_world
 from tests.forks import FORKS
@@ -94,6 +94,22 @@ def test_what_the_host_cannot_do_now_leaves_the_journal_alone(
             open_journal(tmp_path)
     assert contents_of(tmp_path) == before
     assert len(open_journal(tmp_path)[1].commands) == 1
+
+
+def test_a_disk_that_fails_reads_as_well_is_no_fault_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database, _ = open_journal(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise _Fault(sqlite3.SQLITE_IOERR_WRITE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "_begin", fail)
+        patch.setattr(database, "_pragma", fail)
+        with pytest.raises(JournalFullError, match="cannot be written: as SQLite says it") as raised:
+            database.apply([accept("a")])
+    assert raised.value.disk
+    database.apply([accept("a")])
+    database.close()
 
 
 # As an ordinary user: root may write everywhere.

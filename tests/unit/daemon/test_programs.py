@@ -16,6 +16,7 @@ from bettercompute.daemon.handlers import HandlerCancelled
 from bettercompute.daemon.journal_records import DropProcess, NoteProcess, ProcessMark, Write
 from bettercompute.daemon.process_groups import end_group, group_lives, process_space, start_ticks
 from bettercompute.daemon.programs import Programs, end_left_running
+from bettercompute.errors import Unavailable
 
 ENVIRONMENT = {"PATH": os.defpath, "GREETING": "hello"}
 
@@ -26,9 +27,12 @@ class Marks:
     def __init__(self) -> None:
         self.writes: list[Write] = []
         self.on_note: Callable[[NoteProcess], Awaitable[None]] | None = None
+        self.room_to_drop = True
 
     async def write(self, write: Write) -> None:
         self.writes.append(write)
+        if isinstance(write, DropProcess) and not self.room_to_drop:
+            raise Unavailable("the journal has no room", reason="journal-full")
         if isinstance(write, NoteProcess) and self.on_note is not None:
             await self.on_note(write)
 
@@ -199,7 +203,9 @@ async def test_a_destructive_action_is_never_cut_by_a_cancel(marks: Marks, tmp_p
     assert (await task).stdout == b"whole\n"
 
 
-async def test_the_end_of_the_task_ends_the_group_first(marks: Marks, line: Line) -> None:
+@pytest.mark.parametrize("room_to_drop", [True, False], ids=["room", "no-room"])
+async def test_the_end_of_the_task_ends_the_group_first(marks: Marks, line: Line, room_to_drop: bool) -> None:
+    marks.room_to_drop = room_to_drop
     task = asyncio.create_task(run(programs(marks), "sh", "-c", f"echo on > {line.path}; sleep 600 & sleep 600"))
     await line.read()
     task.cancel()

@@ -346,7 +346,9 @@ WITH overdue AS MATERIALIZED (
   FOR NO KEY UPDATE OF c
 ), expired AS (
   UPDATE commands c
-  SET state = 8, finished_at = compute_now(), reason = 'expired', message = :message
+  -- Each time that it was sent was answered BUSY, or of one of them nothing was heard.
+  SET state = 8, finished_at = compute_now(), reason = 'expired',
+    message = CASE WHEN c.attempt > c.busy_count THEN :message_unsure ELSE :message END
   FROM locked WHERE c.id = locked.id
   RETURNING c.id, c.node_id, c.kind, c.state, c.reason, c.batch_id
 ), told AS (
