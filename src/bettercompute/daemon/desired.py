@@ -72,6 +72,9 @@ class DesiredState:
         self._sections = sections
         self._body = messages.DesiredStateBody.FromString(kept)
         self._due = asyncio.Event()
+        if (self._body.node_id, self._body.trust_domain) != (owner.node_id, owner.trust_domain):
+            # Desired of the node that this machine was before it joined under another name.
+            self._body = messages.DesiredStateBody()
         if 0 < self._body.generation < owner.floor_generation:
             # The journal is older than the identity: what it holds was replaced once, and is not brought back.
             self.refused = (Verdict.GENERATION_BEHIND, self._body.generation)

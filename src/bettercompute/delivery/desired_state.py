@@ -149,6 +149,16 @@ class NodeGenerations:
     applied_generation: int
 
 
+def known_at_hello(*, generation: int, spec_sha256: bytes, observed_generation: int, held_sha256: bytes) -> int:
+    """Return which generation a daemon counts as having read, by what its Hello says and what the store holds.
+
+    One that holds another spec under the number of the node's present one has it of a database that was restored since
+    then. It would take what we have for read already: the number is used up, and so it counts as knowing the next.
+    """
+    used_up = 0 < generation == observed_generation and held_sha256 and spec_sha256 and held_sha256 != spec_sha256
+    return observed_generation + 1 if used_up else observed_generation
+
+
 def overtaken_by(held: NodeGenerations) -> int | None:
     """Return the generation that the daemon has read or applied above the node's own, or None.
 

@@ -155,6 +155,13 @@ def _plan(
         withheld=journal.rolled_back,
     )
     reported = dict(hello.inventory_hashes)
+    observed_generation = desired_state.known_at_hello(
+        generation=facts.node.spec_generation,
+        spec_sha256=facts.node.spec_sha256,
+        observed_generation=hello.observed_generation,
+        held_sha256=hello.spec_sha256,
+    )
+    ahead = max(observed_generation, hello.applied_generation) > facts.node.spec_generation
     spec_due = desired_state.due_at_welcome(
         generation=facts.node.spec_generation,
         has_spec=facts.node.spec_generation > 0,
@@ -175,7 +182,7 @@ def _plan(
         inventory_hashes=reported,
         conditions=announcements.conditions(facts, judgement),
         event_gap=None if gap is None else EventGap(*gap),
-        wake_nodes=hello.applied_generation > facts.node.spec_generation or judgement.boot_changed or journal.changed,
+        wake_nodes=ahead or judgement.boot_changed or journal.changed,
         wake_commands=work.wake,
         close_previous=row.gateway_id == gateway.gateway_id,
         protocol_version=negotiated.protocol_version,
@@ -191,7 +198,7 @@ def _plan(
         tenant_controlled=facts.certificate.tenant_controlled,
         certificate_left_ms=facts.certificate.not_after_ms - facts.now_ms,
         next_event_seq=journal.cursor.acked_seq + 1,
-        observed_generation=hello.observed_generation,
+        observed_generation=observed_generation,
         applied_generation=hello.applied_generation,
         lane_credits=gateway.lane_credits,
         gateway_capabilities=gateway.capabilities,

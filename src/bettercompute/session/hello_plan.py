@@ -109,6 +109,7 @@ class NodeFacts:
     identity_generation: int
     spec_generation: int
     """0: no spec."""
+    spec_sha256: bytes = b""
     conditions: frozenset[str] = frozenset()
     """Types of the conditions that hold and that the control plane owns (`DuplicateIdentity`, `RebootLoop`)."""
     lock: Lock | None = None

@@ -127,6 +127,7 @@ async def read_hello(
         node=NodeFacts(
             identity_generation=row["identity_generation"] or 0,
             spec_generation=row["spec_generation"] or 0,
+            spec_sha256=row["spec_sha256"] or b"",
             conditions=frozenset(row["conditions"]),
             lock=None
             if row["locked_by"] is None

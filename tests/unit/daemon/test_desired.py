@@ -224,6 +224,16 @@ async def test_what_is_not_for_this_node_or_behind_is_refused(
     assert bench.held.refused is None
 
 
+@pytest.mark.parametrize("other", [{"node_id": "n0"}, {"trust_domain": "elsewhere"}], ids=["node", "domain"])
+async def test_what_was_desired_of_the_node_that_this_was_before_is_not_brought_about(other: dict[str, str]) -> None:
+    renamed = Bench(kept=full(3, daemon("info"), **other).body)
+    assert not await renamed.held.look()
+    assert renamed.levels.seen == []
+    assert renamed.held.held == Bench().held.held
+    await renamed.take(full(1, daemon("debug")))
+    assert (renamed.levels.seen, renamed.floors) == (["debug"], [1])
+
+
 async def test_a_journal_older_than_the_identity_counts_as_holding_none() -> None:
     bench = Bench()
     await bench.take(full(3, daemon("info")))

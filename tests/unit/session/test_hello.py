@@ -415,6 +415,15 @@ def test_a_hello_above_the_nodes_own_generation_wakes_its_controllers() -> None:
     assert not plan(facts(node=node), applied_generation=3).wake_nodes
 
 
+def test_another_spec_under_the_nodes_own_generation_counts_as_the_next() -> None:
+    given = facts(node=NodeFacts(identity_generation=1, spec_generation=3, spec_sha256=b"x" * 32))
+    other = plan(given, observed_generation=3, applied_generation=3, spec_sha256=b"y" * 32)
+    assert (other.observed_generation, other.applied_generation, other.wake_nodes) == (4, 3, True)
+    for observed, sha256 in ((3, b"x" * 32), (3, b""), (2, b"y" * 32)):
+        same = plan(given, observed_generation=observed, spec_sha256=sha256)
+        assert (same.observed_generation, same.wake_nodes) == (observed, False)
+
+
 @pytest.mark.parametrize(("held", "sent"), [(4, True), (5, False), (6, False)])
 def test_only_a_newer_trust_bundle_is_sent(held: int, *, sent: bool) -> None:
     assert plan(facts(gateway=gateway_facts(trust_version=5)), trust_version=held).send_trust is sent

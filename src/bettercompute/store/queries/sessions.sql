@@ -23,8 +23,8 @@ SELECT
   s.daemon_version, s.trust_version, s.acked_event_seq, s.heartbeat_interval_ms, s.duplicate_hellos,
   to_ms(s.duplicate_since) AS duplicate_since_ms, to_ms(s.last_seen) AS last_seen_ms,
   to_ms(s.disconnected_at) AS disconnected_at_ms, s.peer_address,
-  n.identity_generation, n.spec_generation, n.locked_by, n.lock_reason, to_ms(n.locked_until) AS locked_until_ms,
-  n.revoked_by, n.revoked_reason,
+  n.identity_generation, n.spec_generation, n.spec_sha256, n.locked_by, n.lock_reason,
+  to_ms(n.locked_until) AS locked_until_ms, n.revoked_by, n.revoked_reason,
   ARRAY (
     SELECT d.type FROM node_conditions d
     WHERE d.node_id = s.node_id AND d.source = 'inventory' AND d.status = 'true') AS conditions,
