@@ -146,7 +146,7 @@ class Site:
         for name, content in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(content)
-        node = Node(node_id, DaemonConfig(state_dir=home / "state"), root)
+        node = Node(node_id, DaemonConfig(state_dir=home / "state", host_root=root), root)
         settings = JoinSettings(token=token, daemon_version="0.1.0")
         await join(IdentityStore(node.config.state_dir), settings, world=WORLD)
         node.start()

@@ -19,7 +19,7 @@ from bettercompute.api.paging import PAGE_ROWS, Limit
 from bettercompute.api.shapes import rfc3339
 from bettercompute.api.spec_json import read_section, read_spec, require_known, spec_json
 from bettercompute.api.storable import Body, Id, JsonObject, Text
-from bettercompute.delivery.desired_state import GENERATION_MAX, next_generation
+from bettercompute.delivery.desired_state import GENERATION_MAX, next_generation, overtaken_by
 from bettercompute.delivery.spec_generations import Circumstances, NewGeneration, changed_sections, compose
 from bettercompute.errors import Refused
 from bettercompute.pki.intent import IntentSigner
@@ -314,10 +314,10 @@ def _state(newest: NewestSpec, report: messages.StatusReport) -> str:
     held = newest.generations
     if held.generation == 0:
         return "none"
+    if held.observed_generation < held.generation or overtaken_by(held) is not None:
+        return "pending"  # where the daemon is ahead, the spec is about to be published above what it holds
     if held.applied_generation >= held.generation:
         return "applied"
-    if held.observed_generation < held.generation:
-        return "pending"
     told = [state for state in report.sections if state.generation == held.generation]
     stuck = {messages.SECTION_CONVERGENCE_FAILED, messages.SECTION_CONVERGENCE_UNSUPPORTED}
     return "parked" if any(state.convergence in stuck for state in told) else "converging"

@@ -65,7 +65,7 @@ async def why(
         node_id=facts.node_id,
         state=facts.state.name.lower(),
         reasons=[ReasonShape(code=reason.wait.value, sentence=reason.sentence) for reason in decide(facts)],
-        credit_holders=[holder.command_id for holder in facts.holders],
+        credit_holders=[holder.command_id for holder in (*facts.holders, *facts.abandoned)],
     )
 
 

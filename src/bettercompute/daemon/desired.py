@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from bettercompute.daemon.journal_records import PutDocument, Write
 from bettercompute.daemon.sections import Section, SectionFailed
-from bettercompute.delivery.desired_state import ASK_FOR_FULL, HeldSpec, Verdict, judge
+from bettercompute.delivery.desired_state import ASK_FOR_FULL, HeldSpec, Verdict, judge, of_another
 from bettercompute.delivery.spec_generations import SECTIONS, merged, spec_sha256
 from bettercompute.errors import BetterComputeError, Refused
 from bettercompute.pki.intent import check_desired_state
@@ -72,7 +72,8 @@ class DesiredState:
         self._sections = sections
         self._body = messages.DesiredStateBody.FromString(kept)
         self._due = asyncio.Event()
-        if (self._body.node_id, self._body.trust_domain) != (owner.node_id, owner.trust_domain):
+        names = {"node_id": self._body.node_id, "trust_domain": self._body.trust_domain}
+        if of_another(owner.node_id, owner.trust_domain, **names) is not None:
             # Desired of the node that this machine was before it joined under another name.
             self._body = messages.DesiredStateBody()
         if 0 < self._body.generation < owner.floor_generation:

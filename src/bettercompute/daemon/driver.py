@@ -42,6 +42,8 @@ log = structlog.get_logger("bcd.session")
 
 # Frames of the gateway that wait for the rules; more stay in the transport, which then takes no more from the wire.
 QUEUED_INPUTS_MAX = 256
+# From so many on commands keep what they print to themselves: a piece may be 64 KiB.
+CROWDED_INPUTS = 32
 
 # Tells how many events found no room since the daemon began, once there is some.
 EVENTS_DROPPED = "journal.events-dropped"
@@ -93,6 +95,10 @@ class Driver:
     def give(self, given: DaemonInput) -> None:
         """Queue an input."""
         self._inputs.put_nowait(given)
+
+    def crowded(self) -> bool:
+        """Return whether so much waits to be taken that what can wait should."""
+        return self._inputs.qsize() >= CROWDED_INPUTS
 
     def advertise(self, advertised: Advertised, authority: Authority) -> None:
         """Replace what the next Hello claims, and whom its session may obey; only between two streams.

@@ -51,6 +51,8 @@ class ExecutorParts:
     sign: Callable[[CommandKind, str, CommandState, bytes], messages.Signature | None]
     """Signs the terminal update of an attested kind with the node's key."""
     tell: Callable[[Told], None]
+    crowded: Callable[[], bool] = lambda: False
+    """Whether whoever is told has so much to take that what can wait should."""
 
 
 class Executor:
@@ -165,7 +167,7 @@ class _Run:
     run_program: Programs = field(init=False)
 
     def __post_init__(self) -> None:
-        self.news = _News(self.command_id, self.parts.tell)
+        self.news = _News(self.command_id, self.parts.tell, crowded=self.parts.crowded)
         self.run_program = Programs(
             command_id=self.command_id,
             space=self.parts.space,
@@ -243,12 +245,17 @@ class _Run:
 
 
 class _News:
-    """Progress and output of one command, joined so that they are told twice a second at most."""
+    """Progress and output of one command, joined so that they are told twice a second at most.
 
-    def __init__(self, command_id: str, tell: Callable[[Told], None]) -> None:
+    And not while the driver has much to take: it may stand in a journal write that waits for room, and all that is told
+    meanwhile would pile up.
+    """
+
+    def __init__(self, command_id: str, tell: Callable[[Told], None], *, crowded: Callable[[], bool]) -> None:
         self.progress: messages.CommandProgress | None = None
         self._command_id = command_id
         self._tell = tell
+        self._crowded = crowded
         self._output = bytearray()
         self._offset = 0
         """Where `_output` begins in all that was ever printed."""
@@ -269,12 +276,18 @@ class _News:
         """Tell it now, or when the last telling is long enough ago."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(max(loop.time(), self._told_at + PROGRESS_INTERVAL_S), self._tell_now)
+            self._timer = loop.call_at(max(loop.time(), self._told_at + PROGRESS_INTERVAL_S), self._tell_in_turn)
 
     async def flush(self) -> None:
         """Tell what is left, before the ending is told."""
         if self._timer is not None:
             self._timer.cancel()
+            self._tell_now()
+
+    def _tell_in_turn(self) -> None:
+        if self._crowded():
+            self._timer = asyncio.get_running_loop().call_later(PROGRESS_INTERVAL_S, self._tell_in_turn)
+        else:
             self._tell_now()
 
     def _tell_now(self) -> None:

@@ -1,10 +1,9 @@
 """The journal as the daemon uses it: a thread that commits in groups, and what happens while the disk is full.
 
-Everybody who writes while a commit is under way shares the next one (measured: 490 entries/s alone, 36,000/s with 64
-waiting). On a full disk or at the bound, new commands and events are refused, the ballast is freed for what was already
-promised, and the rest waits; room is looked for every second, and nobody has to restart anything. The log's own space
-is taken beforehand, so that cursors and results can be written when others have filled the disk. See docs/delivery.md,
-"The journal"; decisions 0083 and 0115.
+Everybody who writes while a commit is under way shares the next one (490 entries/s alone, 36,000/s with 64 waiting). On
+a full disk or at the bound, new commands and events are refused, the ballast is freed for what was already promised,
+and the rest waits; room is looked for every second. The log's own space is taken beforehand, so that cursors and
+results can be written when others have filled the disk. See docs/delivery.md, "The journal"; decisions 0083 and 0115.
 """
 
 from __future__ import annotations
@@ -357,22 +356,23 @@ class Journal:
     def _answer(self, read: _Read) -> None:
         try:
             self._settle(read.future, read.action())
-        except JournalDamagedError as error:
-            self._give_up([], error)
-            self._settle(read.future, error=error)
         except Exception as error:  # noqa: BLE001 - told to whoever asked
-            self._settle(read.future, error=error)
+            judged = self._database.judged(error)
+            if isinstance(judged, JournalDamagedError):
+                self._give_up([], judged)
+            elif isinstance(judged, JournalFullError):
+                judged = Unavailable(f"the journal cannot be read: {error}", reason="journal-unreadable")
+            self._settle(read.future, error=judged)
 
     def _end(self) -> None:
         with self._gate:
             self._ended = True
-        left: list[asyncio.Future[Any]] = [submission.future for submission in self._waiting]
+        left: list[_Item] = [*self._waiting]
         while not self._queue.empty():
-            item = self._queue.get_nowait()
+            left.append(self._queue.get_nowait())
+        for item in left:
             if item is not None:
-                left.append(item.future)
-        for future in left:
-            self._settle(future, error=self._closed_error())
+                self._settle(item.future, error=self._closed_error())
         self._database.close()
 
     def _tell(self, health: JournalHealth) -> None:

@@ -138,7 +138,7 @@ class JournalDatabase:
             self.meta = before
             self._roll_back()
             if isinstance(error, _FAULTS):
-                raise self._judged(error, writes) from error
+                raise self.judged(error, writes) from error
             raise
 
     def room_bytes(self) -> int:
@@ -377,7 +377,8 @@ class JournalDatabase:
     def _pragma(self, name: str) -> int:
         return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
 
-    def _judged(self, error: Exception, writes: Sequence[Write]) -> Exception:
+    def judged(self, error: Exception, writes: Sequence[Write] = ()) -> Exception:
+        """Return what an error of a write, or of a read, means."""
         if isinstance(error, OSError):
             return JournalFullError(f"the seal of {self.path} cannot be written: {error.strerror}", disk=True)
         code = faults.code_of(error)
@@ -388,7 +389,8 @@ class JournalDatabase:
                 if faults.is_full(code) and needed_bytes >= self.limits.max_bytes:
                     return JournalFullError.at_bound(self.path, self.limits)
             return JournalFullError(f"{self.path} cannot be written: {str(error) or 'out of memory'}", disk=True)
-        return JournalDamagedError(f"SQLite says: {error}") if faults.is_damage_in_use(code) else error
+        damaged = faults.is_damage_in_use(code) or (code is None and isinstance(error, sqlite3.OperationalError))
+        return JournalDamagedError(f"SQLite says: {error}") if damaged else error
 
     def _unavailable(self, error: Exception) -> Unavailable:
         cure = (

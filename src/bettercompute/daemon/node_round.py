@@ -174,6 +174,7 @@ class NodeRound:
                 inventory=self.inventory,
                 sign=self._attestor.update,
                 tell=self.driver.give,
+                crowded=self.driver.crowded,
             ),
             self._parts.handlers,
         )

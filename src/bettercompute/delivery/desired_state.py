@@ -109,6 +109,15 @@ class HeldSpec:
     holds_spec: bool
 
 
+def of_another(owner_id: str, owner_domain: str, *, node_id: str, trust_domain: str) -> Verdict | None:
+    """Return why a body is not this node's, or None."""
+    if node_id != owner_id:
+        return Verdict.WRONG_NODE
+    if trust_domain and owner_domain and trust_domain != owner_domain:
+        return Verdict.WRONG_TRUST_DOMAIN
+    return None
+
+
 def judge(
     held: HeldSpec, *, node_id: str, trust_domain: str, generation: int, full: bool, patch_base_generation: int | None
 ) -> Verdict:
@@ -116,10 +125,9 @@ def judge(
 
     Exactly one of `full` and a patch base is expected.
     """
-    if node_id != held.node_id:
-        return Verdict.WRONG_NODE
-    if trust_domain and held.trust_domain and trust_domain != held.trust_domain:
-        return Verdict.WRONG_TRUST_DOMAIN
+    stranger = of_another(held.node_id, held.trust_domain, node_id=node_id, trust_domain=trust_domain)
+    if stranger is not None:
+        return stranger
     if not 0 < generation <= GENERATION_MAX:
         return Verdict.BAD_GENERATION
     if generation < max(held.floor_generation, held.applied_generation):

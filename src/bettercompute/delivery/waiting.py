@@ -99,6 +99,8 @@ class WaitingFacts:
     """None: nobody has to approve it, or enough have."""
     asked_not_before_ms: int | None = None
     """From when it may be sent as its maker asked; None: at once."""
+    abandoned: tuple[Holder, ...] = ()
+    """Commands of this session that were ended here without its node's word: they may hold a credit there."""
     led_by: str | None = None
     """Who releases it: it is of an approved run in steps, and its step has not come."""
 
@@ -240,9 +242,12 @@ def _unsigned(facts: WaitingFacts) -> str | None:
 
 def _no_credit(facts: WaitingFacts) -> str | None:
     granted = DEFAULT_CREDITS[Lane(facts.lane)] if facts.lane in DEFAULT_CREDITS else 0
-    if len(facts.holders) < granted:
+    if len(facts.holders) + len(facts.abandoned) < granted:
         return None
-    held = ", ".join(f"{item.command_id} ({item.kind}, {item.state.name.lower()})" for item in facts.holders)
+    held = ", ".join(
+        [f"{item.command_id} ({item.kind}, {item.state.name.lower()})" for item in facts.holders]
+        + [f"{item.command_id} ({item.kind}, abandoned, and may run there still)" for item in facts.abandoned]
+    )
     return f"all {granted} credits of the lane are taken: {held or 'the node grants none'}"
 
 

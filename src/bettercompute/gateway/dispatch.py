@@ -137,7 +137,6 @@ class Dispatcher:
         self._metrics.busy.inc()
         self._busy.append(_Busy(session, effect))
         self._woken.set()
-        asyncio.get_running_loop().call_later(effect.back_off_ms / 1000, self.poke, session.node_id)
 
     async def run(self) -> None:
         """Run the three loops until cancelled."""
@@ -198,12 +197,14 @@ class Dispatcher:
         rows_back = await delivery.put_back(
             self._database, rows, lease=self._lease, event_type=telemetry.EVENT_COMMAND_FINISHED
         )
+        # From the commit on, which is what the back-off counts from: who asks before it is over waits for a poll.
+        loop = asyncio.get_running_loop()
         for item in busy:
             item.session.give(PutBackCommitted(item.effect.command_id))
+            loop.call_later(item.effect.back_off_ms / 1000, self.poke, item.session.node_id)
             back = rows_back.get(item.effect.command_id)
             if back is not None and back.state in IN_FLIGHT:
-                again = BackOffOver(back.command)
-                asyncio.get_running_loop().call_later(item.effect.back_off_ms / 1000, item.session.give, again)
+                loop.call_later(item.effect.back_off_ms / 1000, item.session.give, BackOffOver(back.command))
 
     async def _dispatch(self) -> None:
         """Ask whom was named; a row that the store cannot mark is searched for, and its node alone gets nothing."""

@@ -93,11 +93,15 @@ def end_update(
     return update
 
 
-def cancelled_update(state: DaemonSession, command_id: str, attempt: int, *, now_ms: int) -> messages.CommandUpdate:
-    """Return the update of a command that never began."""
+def cancelled_update(
+    state: DaemonSession, command_id: str, attempt: int, *, now_ms: int, started: bool = False
+) -> messages.CommandUpdate:
+    """Return the update of a command that does not run; `started`: an earlier process of the daemon had begun it."""
     update = update_of(state, command_id, attempt, CommandState.CANCELLED, now_ms=now_ms)
     update.reason = resume.CANCELLED
     update.message = "cancelled before it began"
+    if started:
+        update.message = "cancelled before it began again; what it did before the daemon ended is not undone"
     return update
 
 

@@ -179,7 +179,8 @@ def _begin(state: DaemonSession, delivery: _Delivery, entry: JournalEntry | None
         return _rejected(state, delivery, grounds.reason, grounds.message, now_ms=now_ms)
     counted: tuple[DaemonEffect, ...] = ()
     if grounds is Approval.UNBATCHED:
-        state = changed(state, unbatched=state.unbatched.ran(now_ms=now_ms))
+        before = (body.command_id, state.unbatched)
+        state = changed(state, unbatched=state.unbatched.ran(now_ms=now_ms), uncounted=before)
         counted = (CountUnbatched(state.unbatched),)
     started = JournalEntry(
         command_id=body.command_id,
@@ -242,6 +243,8 @@ def journal_refused(state: DaemonSession, command_id: str, *, now_ms: int) -> Ou
     entry = state.entries.get(command_id)
     if entry is None:
         return state, ()
+    if state.uncounted is not None and state.uncounted[0] == command_id:
+        state = changed(state, unbatched=state.uncounted[1], uncounted=None)
     entries = {other: kept for other, kept in state.entries.items() if other != command_id}
     state = daemon_answers.let_go(changed(state, entries=entries, journal_full=True), entry)
     if entry.done:
@@ -320,7 +323,8 @@ def cancelled(state: DaemonSession, frame: messages.Cancel, *, now_ms: int) -> O
     if action is DaemonCancel.RESEND and entry is not None:
         return state, daemon_answers.stored_result(state, entry)
     if action is DaemonCancel.FINISH and entry is not None:
-        update = daemon_answers.cancelled_update(state, command_id, entry.attempt, now_ms=now_ms)
+        attempt, started = entry.attempt, entry.started
+        update = daemon_answers.cancelled_update(state, command_id, attempt, now_ms=now_ms, started=started)
         return _finished(state, entry, update)
     if action is DaemonCancel.REMEMBER and not journal_rules.may_remember(command_id, cancelled=len(state.cancelled)):
         return refusals.counted(state, Relayed.CANCEL, "not-remembered"), ()

@@ -83,6 +83,8 @@ class DaemonSession:
     advertised: Advertised
     clock: Clock
     unbatched: Unbatched
+    uncounted: tuple[str, Unbatched] | None = None
+    """The last command that was counted as one without an approval, and the count before it."""
     authority: Authority = ANYBODY
     # the journal as this process knows it
     journal_id: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.waiting import Approvals, Holder, WaitingFacts
 from bettercompute.protocol import messages
@@ -20,18 +22,22 @@ async def facts(queries: Queries, *, command_id: str) -> WaitingFacts | None:
     row = await queries.fetch_one("waiting.facts", command_id=command_id, holders_max=HOLDERS_MAX, ahead_max=AHEAD_MAX)
     if row is None:
         return None
-    decoded = {"state", "capabilities", "allowed_kinds", "holders", "approval"}
+    decoded = {"state", "capabilities", "allowed_kinds", "holders", "abandoned", "approval"}
     allowed = row["allowed_kinds"]
     return WaitingFacts(
         **{name: row[name] for name in WaitingFacts.__dataclass_fields__ if name not in decoded},
         state=CommandState(row["state"]),
         capabilities=frozenset(row["capabilities"]),
         allowed_kinds=None if allowed is None else frozenset(allowed),
-        holders=tuple(
-            Holder(command_id=command_id, kind=kind, state=CommandState(state))
-            for command_id, kind, state in row["holders"]
-        ),
+        holders=_holders(row["holders"]),
+        abandoned=_holders(row["abandoned"]),
         approval=await _approvals(queries, row["approval_batch_id"]),
+    )
+
+
+def _holders(rows: Iterable[tuple[str, str, int]]) -> tuple[Holder, ...]:
+    return tuple(
+        Holder(command_id=command_id, kind=kind, state=CommandState(state)) for command_id, kind, state in rows
     )
 
 
@@ -53,7 +59,7 @@ async def _approvals(queries: Queries, batch_id: str | None) -> Approvals | None
 async def abandon(
     transaction: Transaction, *, command_id: str, abandoned_by: str, why: str, outbox_id: str, event_type: str
 ) -> bool:
-    """End a command in flight as failed, and publish it. False: it is not in flight."""
+    """End a command in flight as failed, publish it, and have it stopped where it runs. False: it is not in flight."""
     row = await transaction.fetch_one(
         "waiting.abandon",
         command_id=command_id,
@@ -65,5 +71,6 @@ async def abandon(
     if row is None:
         return False
     await commands.tell_finished(transaction, command_ids=[command_id])
+    await commands.poke_dispatch(transaction, node_ids=[row["node_id"]])
     await transaction.execute("outbox.notify", channel=channels.OUTBOX, payload="")
     return True

@@ -164,7 +164,16 @@ async def test_a_spec_that_was_asked_for_comes_also_after_a_conflict(rig, monkey
     assert (await daemon.receive("desired")).desired.body == b"body"
 
 
-async def test_busy_puts_the_command_back(rig):
+async def test_busy_puts_the_command_back(rig, monkeypatch):
+    # No poll comes: its own timer, from the put-back on, sends it again, however long that was under way.
+    monkeypatch.setattr(dispatcher, "POLL_S", 3_600.0)
+    put_back = delivery.put_back
+
+    async def slow(queries, busy, **kwargs):
+        await asyncio.sleep(0.3)
+        return await put_back(queries, busy, **kwargs)
+
+    monkeypatch.setattr(delivery, "put_back", slow)
     node = await rig.add_node("node-a")
     await seed.add_command(rig.database, "node-a", "c1")
     daemon = await rig.connect(node)

@@ -8,6 +8,7 @@ from bettercompute.delivery.commands import CommandState
 from bettercompute.delivery.waiting import Wait, decide
 from bettercompute.gateway import dispatch
 from bettercompute.protocol import messages
+from bettercompute.protocol.limits import CONTROL_CREDITS
 from bettercompute.store import channels, delivery, waiting
 from tests.contract.gateway import seed
 
@@ -145,11 +146,15 @@ async def test_what_a_resume_holds_back_says_so(rig):
     assert await reasons(rig, "c2") == [Wait.NODE]
 
 
-async def test_what_is_abandoned_has_failed_and_is_published(rig):
+async def test_what_is_abandoned_has_failed_is_published_and_stops(rig, monkeypatch):
+    monkeypatch.setattr(dispatch, "POLL_S", 3_600.0)
     node = await rig.add_node("node-a")
-    await seed.add_command(rig.database, "node-a", "c1")
+    for number in range(CONTROL_CREDITS):
+        await seed.add_command(rig.database, "node-a", f"c{number}")
+    await seed.add_command(rig.database, "node-a", "next")
     daemon = await rig.connect(node)
-    await daemon.command()
+    for _ in range(CONTROL_CREDITS):
+        await daemon.command()
     for abandoned in (True, False):
         async with rig.database.transaction() as transaction:
             assert abandoned == await waiting.abandon(
@@ -160,7 +165,16 @@ async def test_what_is_abandoned_has_failed_and_is_published(rig):
                 outbox_id="o1",
                 event_type="command.finished",
             )
-    [row] = await rig.database.query("SELECT state, reason, message FROM commands")
+    [row] = await rig.database.query("SELECT state, reason, message FROM commands WHERE id = 'c1'")
     assert (row["state"], row["reason"]) == (CommandState.FAILED, "abandoned")
     assert "abandoned by root: burnt" in row["message"]
     assert len(await rig.database.query("SELECT FROM outbox WHERE id = 'o1'")) == 1
+    assert await reasons(rig, "next") == [Wait.NO_CREDIT]
+    facts = await waiting.facts(rig.database, command_id="next")
+    assert facts is not None
+    assert "c1 (inventory.refresh, abandoned, and may run there still)" in decide(facts)[0].sentence
+    assert (await daemon.receive("cancel")).cancel.command_id == "c1"
+    daemon.update("c1", messages.COMMAND_STATE_CANCELLED, attempt=1)
+    assert (await daemon.command()).command_id == "next"
+    [row] = await rig.database.query("SELECT state, reason FROM commands WHERE id = 'c1'")
+    assert (row["state"], row["reason"]) == (CommandState.FAILED, "abandoned")

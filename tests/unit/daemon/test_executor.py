@@ -273,6 +273,26 @@ async def test_news_are_joined_and_the_last_output_is_kept(bench: Bench, monkeyp
     assert isinstance(await bench.told.get(), HandlerFinished)
 
 
+async def test_news_wait_while_whoever_takes_them_has_much_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "PROGRESS_INTERVAL_S", 0.001)
+    told: asyncio.Queue[Told] = asyncio.Queue()
+    looks: list[bool] = []
+
+    def crowded() -> bool:
+        looks.append(told.empty())
+        news.add_output(b"x" * 40_000)
+        return len(looks) < 4
+
+    news = executor_module._News("c1", told.put_nowait, crowded=crowded)
+    news.add_output(b"begin")
+    news.due()
+    first = await asyncio.wait_for(told.get(), 30)
+    assert looks == [True] * 4
+    assert isinstance(first, HandlerProgressed)
+    assert first.output is not None
+    assert (len(first.output.data), first.output.dropped_bytes) == (65_536, 5 + 4 * 40_000 - 65_536)
+
+
 async def test_sections_that_a_handler_hands_on_are_held(bench: Bench) -> None:
     changes: list[tuple[str, ...]] = []
     bench.inventory.on_change = changes.append

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -238,6 +239,42 @@ async def test_damage_while_in_use_is_set_aside_at_once_and_told(
     assert again.contents.set_aside == ""
     assert again.contents.commands == ()
     await again.close()
+
+
+def failing(code: int) -> Callable[[str], bytes]:
+    def fail(_: str) -> bytes:
+        error = sqlite3.OperationalError("as SQLite says it")
+        error.sqlite_errorcode = code
+        raise error
+
+    return fail
+
+
+async def test_damage_that_a_read_finds_is_set_aside_as_well(
+    opened: tuple[Journal, StubbornDisk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, disk = opened
+    await journal.write(accept("a"))
+    monkeypatch.setattr(disk, "update", failing(sqlite3.SQLITE_CORRUPT))
+    with pytest.raises(JournalDamagedError, match="as SQLite says it"):
+        await journal.update("a")
+    await asyncio.wait_for(journal.damaged.wait(), 30)
+    assert journal.failure is None
+    assert "set aside as journal.db.damaged-" in journal.damage
+
+
+async def test_a_read_that_the_disk_fails_is_refused_and_the_journal_goes_on(
+    opened: tuple[Journal, StubbornDisk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, disk = opened
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "update", failing(sqlite3.SQLITE_IOERR_READ))
+        with pytest.raises(Unavailable, match="cannot be read") as raised:
+            await journal.update("a")
+    assert raised.value.reason == "journal-unreadable"
+    await journal.write(accept("a"))
+    assert await journal.update("a") == b""
+    assert not journal.damaged.is_set()
 
 
 async def test_a_fault_of_ours_in_the_thread_is_told_to_all_who_wait_and_changes_no_file(

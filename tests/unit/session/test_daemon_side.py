@@ -446,6 +446,31 @@ def test_a_destructive_command_needs_an_approval_or_one_of_the_few_an_hour() -> 
     assert "StartHandler" in kinds(done), "what destroys nothing needs nobody"
 
 
+def test_what_found_no_room_was_none_of_the_few_an_hour() -> None:
+    key = certificates.generate_key().public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    approvers = make_approver_set(
+        [key], epoch=1, threshold=1, tiers=[messages.DESTRUCTIVE_TIER_NODE], unbatched_per_hour=1
+    )
+    state, _ = step(live(), inputs.TrustHeld(2, Authority(approvers=approvers)))
+    state, _ = told(state, command=command("c-1", kind="gpu.reset"))
+    state, done = step(state, inputs.JournalRefused("c-1"))
+    assert updates(done)[0].reject_reason == messages.COMMAND_REJECT_REASON_BUSY
+    state, _ = step(state, inputs.JournalRoom(full=False))
+    state, done = told(state, command=command("c-1", kind="gpu.reset", attempt=2))
+    assert "StartHandler" in kinds(done)
+    _, done = told(state, command=command("c-2", kind="gpu.reset"))
+    assert updates(done)[0].reject_reason == messages.COMMAND_REJECT_REASON_APPROVAL_REQUIRED
+
+
+@pytest.mark.parametrize(("started", "said"), [(True, "before it began again"), (False, "cancelled before it began")])
+def test_a_cancel_says_what_is_known_of_what_an_earlier_process_had(started: bool, said: str) -> None:
+    _, done = told(live(booted({"c-1": left(started=started)})[0]), cancel=messages.Cancel(command_id="c-1"))
+    [update] = updates(done)
+    assert update.state == messages.COMMAND_STATE_CANCELLED
+    assert said in update.message
+    assert ("not undone" in update.message) == started
+
+
 def test_the_hours_count_outlives_a_restart_and_a_reboot() -> None:
     kept = Unbatched("boot-1", (-5,))
     assert booted(unbatched=kept)[0].unbatched == kept

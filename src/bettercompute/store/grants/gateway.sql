@@ -35,7 +35,7 @@ GRANT SELECT (node_id, generation, patch_base, patch_body, patch_signature) ON n
 GRANT INSERT (node_id, report) ON node_status TO better_compute_gateway;
 GRANT SELECT (node_id, report) ON node_status TO better_compute_gateway;
 GRANT UPDATE (report, received_at) ON node_status TO better_compute_gateway;
-GRANT SELECT (node_id, state, state_changed_at, identity_generation, spec_generation, spec_body, spec_signature, spec_updated_at, observed_generation, applied_generation, locked_until, locked_by, lock_reason, locked_at, revoked_at, revoked_by, revoked_reason, standing_changed_at) ON nodes TO better_compute_gateway;
+GRANT SELECT (node_id, state, state_changed_at, identity_generation, spec_generation, spec_body, spec_sha256, spec_signature, spec_updated_at, observed_generation, applied_generation, locked_until, locked_by, lock_reason, locked_at, revoked_at, revoked_by, revoked_reason, standing_changed_at) ON nodes TO better_compute_gateway;
 GRANT UPDATE (state, state_reason, state_changed_at, observed_generation, applied_generation, quarantined_at, quarantine_reason) ON nodes TO better_compute_gateway;
 GRANT INSERT (id, type, node_id, payload) ON outbox TO better_compute_gateway;
 GRANT SELECT (version, name, phase, checksum) ON schema_migrations TO better_compute_gateway;

@@ -305,6 +305,13 @@ SELECT id, kind, lane::int AS lane, seq, signed, state FROM back;
  WHERE c.node_id = ANY (:node_ids::text[]) AND c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4)
  ORDER BY c.node_id, c.seq)
 UNION ALL
+-- What was abandoned a moment ago is to stop where it runs: it would hold its credit until its own time is over.
+(SELECT c.node_id, c.id, c.reason, NULL
+ FROM commands c JOIN node_sessions s ON s.node_id = c.node_id
+ WHERE c.node_id = ANY (:node_ids::text[]) AND c.reason = 'abandoned' AND c.state = 6
+   AND c.finished_at > compute_now() - interval '1 minute'
+   AND c.session_id = s.session_id AND c.session_epoch = s.session_epoch)
+UNION ALL
 -- Rounded up: who asks again then finds it due.
 SELECT c.node_id, NULL, NULL, ceil(1000 * extract(epoch FROM min(c.not_before) - compute_now()))::bigint
 FROM commands c
@@ -329,7 +336,11 @@ WHERE c.state = 1 AND c.not_before <= compute_now() + ms(:ahead_ms) AND c.not_be
   AND c.not_after > greatest(c.not_before, compute_now()) AND s.gateway_id = :gateway_id
 UNION
 SELECT s.node_id FROM commands c JOIN node_sessions s ON s.node_id = c.node_id
-WHERE c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4) AND s.gateway_id = :gateway_id;
+WHERE c.cancel_requested_at IS NOT NULL AND c.state IN (2, 3, 4) AND s.gateway_id = :gateway_id
+UNION
+SELECT s.node_id FROM commands c JOIN node_sessions s ON s.node_id = c.node_id
+WHERE c.reason = 'abandoned' AND c.state = 6 AND c.finished_at > compute_now() - interval '1 minute'
+  AND s.gateway_id = :gateway_id;
 
 -- name: delivery.expire
 -- other: a controller's move of pending commands whose deadline has passed, which no session has anything to do with

@@ -16,6 +16,13 @@ SELECT c.id AS command_id, c.kind, c.lane::int AS lane, c.state::int AS state, c
     SELECT ROW (h.id, h.kind, h.state::int) FROM commands h
     WHERE h.node_id = c.node_id AND h.state IN (2, 3, 4) AND h.lane = c.lane AND NOT h.held_back AND h.id <> c.id
     ORDER BY h.seq LIMIT :holders_max) AS holders,
+  -- What was abandoned may run on the node of this session until its own time is over.
+  ARRAY (
+    SELECT ROW (h.id, h.kind, h.state::int) FROM commands h
+    WHERE h.node_id = c.node_id AND h.reason = 'abandoned' AND h.state = 6 AND h.lane = c.lane
+      AND h.session_id = s.session_id AND h.session_epoch = s.session_epoch
+      AND h.finished_at + ms(h.timeout_ms) > compute_now()
+    ORDER BY h.seq LIMIT :holders_max) AS abandoned,
   -- What waits for its own time is not in the way.
   (SELECT count(*) FROM (
      (SELECT FROM commands b
@@ -50,4 +57,4 @@ told AS (
   SELECT :outbox_id, :event_type, node_id,
     jsonb_build_object('commandId', id, 'kind', kind, 'state', state, 'reason', reason, 'batchId', batch_id)
   FROM abandoned)
-SELECT id FROM abandoned;
+SELECT id, node_id FROM abandoned;
