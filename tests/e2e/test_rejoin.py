@@ -96,7 +96,9 @@ def test_a_token_for_another_node_begins_anew_in_the_same_process(daemon: Daemon
         return bool(daemon.status(code=0)["node_id"] == joined["node_id"])
 
     until(renamed, what="the node under its new name")
-    assert daemon.status(code=0)["pid"] == before["pid"]
+    after = daemon.status(code=0)
+    assert after["pid"] == before["pid"]
+    assert after["journal_id"] != before["journal_id"], "what the old name has acked would be missing to the new one"
 
 
 def test_what_is_refused_is_said_by_sentence_and_exit_code(daemon: Daemon, provisioned: tuple[str, Path]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from bettercompute import __version__
-from bettercompute.daemon import machine
+from bettercompute.daemon import journal_owner, machine
 from bettercompute.daemon.attest import NodeAttestor
 from bettercompute.daemon.conditions import Conditions, StatusReporter
 from bettercompute.daemon.config import Config
@@ -160,6 +160,7 @@ class NodeRound:
         space = process_space(self._boot_id)
         left = await end_left_running(journal.contents.processes, space=space)
         await journal.write(*(DropProcess(mark.process_group) for mark in journal.contents.processes))
+        await journal_owner.settle(journal, name=self.life.present.node.spiffe_id, draw_id=world.ids.uuid7)
         first_collection = asyncio.create_task(self.inventory.collect(), name="first inventory")
         await asyncio.wait({first_collection}, timeout=FIRST_COLLECTION_S)
         state, effects = self._session()
