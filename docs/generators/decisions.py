@@ -27,6 +27,7 @@ GROUPS = {
     155: "The whole, simulated and judged",
     160: "Found by measuring, and by faults",
     180: "On slow machines, and with slow peers",
+    188: "Found by those who tried to break it",
 }
 
 INTRODUCTION = """\
