@@ -8,6 +8,7 @@ from typing import TextIO
 
 import structlog
 
+from bettercompute import foreign_logs
 from bettercompute.daemon.config import LogSettings
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -35,6 +36,7 @@ def set_up(settings: LogSettings, *, stream: TextIO | None = None) -> None:
         logger_factory=structlog.WriteLoggerFactory(file=out),
         cache_logger_on_first_use=False,
     )
+    foreign_logs.take_in()
 
 
 def _without_nothing(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

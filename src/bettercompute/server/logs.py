@@ -7,6 +7,8 @@ import sys
 
 import structlog
 
+from bettercompute import foreign_logs
+
 # Libraries that log each request or frame at a level of their own choosing.
 QUIET = ("uvicorn", "uvicorn.access", "uvicorn.error", "hpack", "h2", "httpx", "httpcore", "asyncio")
 
@@ -37,3 +39,4 @@ def configure(*, level: str = "info") -> None:
     )
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+    foreign_logs.take_in()
