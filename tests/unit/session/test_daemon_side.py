@@ -431,12 +431,18 @@ def test_a_command_that_does_not_verify_is_rejected_whatever_it_says() -> None:
     assert not state.entries
 
 
-def test_a_destructive_command_needs_an_approval_or_one_of_the_few_an_hour() -> None:
+def one_unbatched_an_hour() -> DaemonSession:
+    """Return a session whose approvers let one destructive command an hour pass without them."""
     key = certificates.generate_key().public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     approvers = make_approver_set(
         [key], epoch=1, threshold=1, tiers=[messages.DESTRUCTIVE_TIER_NODE], unbatched_per_hour=1
     )
     state, _ = step(live(), inputs.TrustHeld(2, Authority(approvers=approvers)))
+    return state
+
+
+def test_a_destructive_command_needs_an_approval_or_one_of_the_few_an_hour() -> None:
+    state = one_unbatched_an_hour()
     state, done = told(state, command=command("c-1", kind="gpu.reset"))
     assert kinds(done)[:3] == ["AcceptCommand", "CountUnbatched", "StartCommand"], "counted before it starts"
     state, done = told(state, command=command("c-2", kind="gpu.reset"))
@@ -447,11 +453,7 @@ def test_a_destructive_command_needs_an_approval_or_one_of_the_few_an_hour() -> 
 
 
 def test_what_found_no_room_was_none_of_the_few_an_hour() -> None:
-    key = certificates.generate_key().public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    approvers = make_approver_set(
-        [key], epoch=1, threshold=1, tiers=[messages.DESTRUCTIVE_TIER_NODE], unbatched_per_hour=1
-    )
-    state, _ = step(live(), inputs.TrustHeld(2, Authority(approvers=approvers)))
+    state = one_unbatched_an_hour()
     state, _ = told(state, command=command("c-1", kind="gpu.reset"))
     state, done = step(state, inputs.JournalRefused("c-1"))
     assert updates(done)[0].reject_reason == messages.COMMAND_REJECT_REASON_BUSY
